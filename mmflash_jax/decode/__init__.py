@@ -1,0 +1,1 @@
+"""The fused decoding loop: prefill, propose, verify, accept, commit."""

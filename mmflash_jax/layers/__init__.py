@@ -1,0 +1,1 @@
+"""Small layers that more than one target, tower or drafter uses."""

@@ -1,0 +1,79 @@
+"""Normalisation layers, each with the rounding steps of its transformers counterpart."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_normalise(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
+    """`x / sqrt(mean(x^2) + eps)` over the last axis, in fp32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def l2_normalise(x: Float[Array, "*batch D"], eps: float = 1e-6) -> Float[Array, "*batch D"]:
+    """`x / sqrt(sum(x^2) + eps)` over the last axis, in fp32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """Normalise in fp32, round to the input's dtype, times `weight` (Qwen3RMSNorm)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return rms_normalise(x, self.eps).astype(x.dtype) * self.weight[...].astype(x.dtype)
+
+
+class ZeroCentredRMSNorm(nnx.Module):
+    """Normalise, times `1 + weight`, all in fp32, round once (Qwen3_5RMSNorm).
+
+    The stored weight stays as it is in the checkpoint; the one is added here and nowhere else.
+    """
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.zeros((width,), dtype))
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        weight = self.weight[...].astype(jnp.float32)
+        return (rms_normalise(x, self.eps) * (1.0 + weight)).astype(x.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """RMS norm times `weight`, then times `silu(gate)` in fp32 (Qwen3_5RMSNormGated).
+
+    The weight is fp32: checkpoints store it so, and it costs nothing.
+    """
+
+    def __init__(self, width: int, *, eps: float):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), jnp.float32))
+
+    def __call__(
+        self, x: Float[Array, "*batch D"], gate: Float[Array, "*batch D"]
+    ) -> Float[Array, "*batch D"]:
+        normed = rms_normalise(x, self.eps).astype(x.dtype)
+        scaled = self.weight[...] * normed.astype(jnp.float32)
+        return (scaled * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """Mean and variance normalisation with weight and bias, in fp32 (torch LayerNorm)."""
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype))
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = wide * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return wide.astype(x.dtype)

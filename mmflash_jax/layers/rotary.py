@@ -1,0 +1,50 @@
+"""Rotary position embedding: plain 1-D, interleaved M-RoPE and the 2-D form of image towers."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+def inverse_frequencies(theta: float, width: int) -> np.ndarray:
+    """`theta^(-2i / width)` for i in 0 .. width/2 - 1, fp32 `[width / 2]`."""
+    return (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
+
+
+def rotary_angles(
+    position: Int[Array, "*batch"], theta: float, width: int
+) -> Float[Array, "*batch half"]:
+    """fp32 angles of 1-D positions for the first `width` dimensions of a head."""
+    return position[..., None].astype(jnp.float32) * inverse_frequencies(theta, width)
+
+
+def mrope_angles(
+    position: Int[Array, "3 B T"], theta: float, width: int, section: tuple[int, int, int]
+) -> Float[Array, "B T half"]:
+    """fp32 angles of (time, row, column) positions, axes interleaved over the frequencies.
+
+    Frequency `i` takes the row axis when `i % 3 == 1` and `i < 3 * section[1]`, the column axis
+    when `i % 3 == 2` and `i < 3 * section[2]`, else the time axis (transformers 5.24
+    `apply_interleaved_mrope`). Equal axes give ordinary rotary embedding.
+    """
+    i = np.arange(width // 2)
+    axis = np.zeros(width // 2, np.int32)
+    axis[(i % 3 == 1) & (i < 3 * section[1])] = 1
+    axis[(i % 3 == 2) & (i < 3 * section[2])] = 2
+    angles = rotary_angles(position, theta, width)
+    return jnp.take_along_axis(angles, jnp.asarray(axis)[None, None, None, :], axis=0)[0]
+
+
+def apply_rotary(
+    x: Float[Array, "B T N H"], angles: Float[Array, "B T half"]
+) -> Float[Array, "B T N H"]:
+    """Rotate the first `2 * half` dimensions of each head (dimension i pairs with i + half).
+
+    Cosine and sine are rounded to the dtype of `x` first, as transformers does; further
+    dimensions pass through.
+    """
+    cosine = jnp.cos(angles)[:, :, None].astype(x.dtype)
+    sine = jnp.sin(angles)[:, :, None].astype(x.dtype)
+    half = angles.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cosine - second * sine, second * cosine + first * sine, rest]
+    return jnp.concatenate(turned, axis=-1)

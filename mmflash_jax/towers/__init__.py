@@ -1,0 +1,1 @@
+"""Image encoders, one file each. A target names the tower it uses."""

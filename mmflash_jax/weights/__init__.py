@@ -1,0 +1,28 @@
+"""Checkpoints on disk: two-way tensor tables, strict import and export, lazy reading."""
+
+from mmflash_jax.weights.rules import (
+    IDENTITY,
+    SQUEEZE_CONV1D,
+    TRANSPOSE,
+    Rule,
+    Transform,
+    WeightsError,
+    export_params,
+    flatten_patches,
+    import_params,
+)
+from mmflash_jax.weights.store import TensorStore, write_checkpoint
+
+__all__ = [
+    "IDENTITY",
+    "SQUEEZE_CONV1D",
+    "TRANSPOSE",
+    "Rule",
+    "TensorStore",
+    "Transform",
+    "WeightsError",
+    "export_params",
+    "flatten_patches",
+    "import_params",
+    "write_checkpoint",
+]

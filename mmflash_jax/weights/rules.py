@@ -1,0 +1,141 @@
+"""Two-way tables between checkpoint tensors and our parameter dicts.
+
+A model lists one `Rule` for each of its arrays. The same list imports (strictly: every tensor
+used once, every parameter filled once, every shape right) and exports.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from mmflash_jax.layers.schema import Params, Path, leaves_with_path, set_leaf
+
+
+class WeightsError(ValueError):
+    """A checkpoint and a model do not fit; the message lists every tensor at fault."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """An invertible change of layout. Both directions return views where numpy can."""
+
+    name: str
+    to_ours: Callable[[np.ndarray], np.ndarray]
+    to_hf: Callable[[np.ndarray], np.ndarray]
+
+
+IDENTITY = Transform("identity", lambda x: x, lambda x: x)
+TRANSPOSE = Transform("transpose", lambda x: x.T, lambda x: x.T)
+# torch keeps a depthwise kernel as [channels, 1, taps]; ours is [taps, channels].
+SQUEEZE_CONV1D = Transform("squeeze_conv1d", lambda x: x[:, 0].T, lambda x: x.T[:, None])
+
+
+def flatten_patches(patch_shape: tuple[int, ...]) -> Transform:
+    """A convolution whose stride is its kernel, as a matrix: `[out, *patch]` <-> `[pixels, out]`."""
+    return Transform(
+        "flatten_patches",
+        lambda x: x.reshape(x.shape[0], -1).T,
+        lambda x: x.T.reshape(x.shape[1], *patch_shape),
+    )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One tensor: its checkpoint name, its path in our dict, and the change between them."""
+
+    hf: str
+    path: Path
+    via: Transform = IDENTITY
+
+
+def import_params(
+    rules: Sequence[Rule],
+    store: Mapping[str, np.ndarray],
+    abstract: Params,
+    *,
+    ignore: Iterable[str] = (),
+    sharding: Callable[[Path], jax.sharding.Sharding | None] = lambda _: None,
+) -> Params:
+    """Read every parameter of `abstract` from `store`, each in its dtype and sharding.
+
+    Each device receives only its own slices. `ignore` holds regular expressions of checkpoint
+    names that may be present and unused.
+
+    Raises:
+        WeightsError: tensors are missing, unexpected, mis-shaped or matched twice; all at once.
+    """
+    wanted = dict(leaves_with_path(abstract))
+    problems = _compare(rules, store, wanted, tuple(re.compile(p) for p in ignore))
+    if problems:
+        lines = "\n  ".join(problems)
+        raise WeightsError(f"{len(problems)} tensors do not fit the model:\n  {lines}")
+    params: Params = {}
+    for rule in rules:
+        like = wanted[rule.path]
+        view = rule.via.to_ours(store[rule.hf])
+        set_leaf(params, rule.path, _place(view, like.dtype, sharding(rule.path)))
+    return params
+
+
+def _compare(
+    rules: Sequence[Rule],
+    store: Mapping[str, np.ndarray],
+    wanted: Mapping[Path, jax.ShapeDtypeStruct],
+    ignore: tuple[re.Pattern[str], ...],
+) -> list[str]:
+    names = Counter(rule.hf for rule in rules)
+    paths = Counter(rule.path for rule in rules)
+    problems = [f"matched twice: {name}" for name, count in names.items() if count > 1]
+    problems += [f"filled twice: {_dotted(p)}" for p, count in paths.items() if count > 1]
+    problems += [f"stored twice: {name}" for name in getattr(store, "duplicates", ())]
+    problems += [f"no rule for parameter: {_dotted(p)}" for p in wanted if p not in paths]
+    problems += [f"rule for no parameter: {_dotted(p)}" for p in paths if p not in wanted]
+    for rule in rules:
+        if rule.hf not in store:
+            problems.append(f"missing: {rule.hf}")
+        elif rule.path in wanted:
+            stored, needed = store[rule.hf], wanted[rule.path].shape
+            shape = tuple(rule.via.to_ours(np.broadcast_to(np.uint8(0), stored.shape)).shape)
+            if shape != tuple(needed):
+                problems.append(
+                    f"wrong shape: {rule.hf} is {list(stored.shape)}, which gives {list(shape)}; "
+                    f"{_dotted(rule.path)} needs {list(needed)}"
+                )
+    problems += [
+        f"unexpected: {name}"
+        for name in store
+        if name not in names and not any(pattern.match(name) for pattern in ignore)
+    ]
+    return problems
+
+
+def _place(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        return np.ascontiguousarray(view[index]).astype(dtype, copy=False)
+
+    if sharding is None:
+        return jax.device_put(part((slice(None),) * view.ndim))
+    return jax.make_array_from_callback(view.shape, sharding, part)
+
+
+def export_params(
+    rules: Sequence[Rule], params: Params, *, float32: Iterable[str] = ()
+) -> dict[str, np.ndarray]:
+    """Checkpoint tensors of `params`: bf16, or fp32 where a name matches one of `float32`."""
+    wide = tuple(re.compile(pattern) for pattern in float32)
+    arrays = dict(leaves_with_path(params))
+    tensors = {}
+    for rule in rules:
+        array = rule.via.to_hf(np.asarray(jax.device_get(arrays[rule.path])))
+        keep = any(pattern.search(rule.hf) for pattern in wide)
+        tensors[rule.hf] = array.astype(np.float32 if keep else ml_dtypes.bfloat16)
+    return tensors
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(key) for key in path)

@@ -1,0 +1,22 @@
+"""Array operations that decide decoding speed, one folder each.
+
+Every folder holds the public function (`__init__.py`) and its reference mathematics in plain
+`jax.numpy` (`reference.py`), which is right on every backend. The package imports nothing of
+`mmflash_jax`.
+"""
+
+from pallas_kernels.block_attention import block_attention
+from pallas_kernels.gated_delta import (
+    commit_gated_delta,
+    gated_delta_block,
+    gated_delta_chunked,
+    gated_delta_sequential,
+)
+
+__all__ = [
+    "block_attention",
+    "commit_gated_delta",
+    "gated_delta_block",
+    "gated_delta_chunked",
+    "gated_delta_sequential",
+]

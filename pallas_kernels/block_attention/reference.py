@@ -1,0 +1,70 @@
+"""Reference of block attention: two score products, one softmax, fp32 inside."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+# Finite, so that a row with many masked scores never produces NaN through inf - inf.
+MASKED = -1e30
+
+
+def block_attention(
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    k_block: Float[Array, "B T K H"],
+    v_block: Float[Array, "B T K H"],
+    length: Int[Array, " B"],
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attend from a block at positions `length .. length + T - 1` to context and block.
+
+    Cache slot `s` holds position `s`. Query `t` sees context slots `s < length` and the block's
+    own keys (`j <= t` when `causal`); with a `window` of W it sees only keys whose distance is
+    below W, itself included, as transformers counts a sliding window. Slots at or past `length`
+    are never read. Key/value head `k` serves query heads `k*G .. k*G + G - 1`.
+
+    Softmax runs in fp32; the products of fp32 inputs run at the highest precision.
+    """
+    B, T, N, H = q.shape
+    K, S = k_cache.shape[1:3]
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    q = q.reshape(B, T, K, N // K, H)
+
+    def scores(keys: Array, spec: str) -> Array:
+        product = jnp.einsum(
+            spec, q, keys, precision=precision, preferred_element_type=jnp.float32
+        )
+        return product * scale
+
+    def weigh(probabilities: Array, values: Array, spec: str) -> Array:
+        return jnp.einsum(
+            spec,
+            probabilities.astype(values.dtype),
+            values,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    rows, slots = jnp.arange(T), jnp.arange(S)
+    see_context = slots < length[:, None, None]
+    see_block = jnp.ones((T, T), bool)
+    if causal:
+        see_block &= rows[None, :] <= rows[:, None]
+    if window is not None:
+        position = length[:, None] + rows
+        see_context = see_context & (position[:, :, None] - slots < window)
+        see_block &= jnp.abs(rows[:, None] - rows[None, :]) < window
+
+    context_scores = jnp.where(
+        see_context[:, None, None], scores(k_cache, "BTKGH,BKSH->BKGTS"), MASKED
+    )
+    block_scores = jnp.where(see_block, scores(k_block, "BTKGH,BUKH->BKGTU"), MASKED)
+    probabilities = jax.nn.softmax(jnp.concatenate([context_scores, block_scores], -1), -1)
+    mixed = weigh(probabilities[..., :S], v_cache, "BKGTS,BKSH->BTKGH")
+    mixed += weigh(probabilities[..., S:], v_block, "BKGTU,BUKH->BTKGH")
+    return mixed.reshape(B, T, N, H).astype(v_block.dtype)

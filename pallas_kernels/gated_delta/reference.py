@@ -1,0 +1,158 @@
+"""Reference mathematics of the gated delta rule, all in fp32 at the highest matmul precision.
+
+Per value head the state `S` (key width x value width) follows, token by token,
+
+    S <- exp(g) S;   d = beta (v - S^T k);   S <- S + k d^T;   out = S^T q
+
+Axes: `kh` key heads, `vh` value heads (a multiple; consecutive value heads share a key head),
+`kd` key width, `vd` value width. `g <= 0` is the log decay of a token, `G` its running sum inside
+a block. Keys and queries arrive L2-normalised, queries also scaled.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+# TF32, the default of fp32 products on recent GPUs, costs three digits of the state.
+_einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def _per_value_head(
+    x: Float[Array, "B T kh kd"], value_heads: int
+) -> Float[Array, "B vh T kd"]:
+    return jnp.repeat(x.swapaxes(1, 2), value_heads // x.shape[2], axis=1)
+
+
+def _decay(G: Float[Array, "B vh T"], mask: Array) -> Float[Array, "B vh T T"]:
+    """exp(G_i - G_j) where `mask[i, j]`, else 0. Masked before exp: above the diagonal it grows."""
+    difference = G[..., :, None] - G[..., None, :]
+    return jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0.0)), 0.0)
+
+
+def _unit_lower_inverse(A: Float[Array, "*batch T T"]) -> Float[Array, "*batch T T"]:
+    """(I + A)^-1 of a strictly lower triangular `A`, by doubling block sizes.
+
+    A Neumann product would need as few steps, but loses four digits in fp32 on correlated keys.
+    """
+    T = A.shape[-1]
+    row, column = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+    inverse = jnp.broadcast_to(jnp.eye(T, dtype=A.dtype), A.shape)
+    width = 1
+    while width < T:
+        below = ((row // width) % 2 == 1) & (column // width == row // width - 1)
+        inverse -= _einsum(
+            "...ij,...jk,...kl->...il", inverse, jnp.where(below, A, 0.0), inverse
+        )
+        width *= 2
+    return inverse
+
+
+def gated_delta_block(
+    q: Float[Array, "B T kh kd"],
+    k: Float[Array, "B T kh kd"],
+    v: Float[Array, "B T vh vd"],
+    g: Float[Array, "B T vh"],
+    beta: Float[Array, "B T vh"],
+    state: Float[Array, "B vh kd vd"],
+) -> tuple[Float[Array, "B T vh vd"], Float[Array, "B vh T vd"], Float[Array, "B vh T"]]:
+    """Run a whole block from `state`: outputs, update vectors `d`, running log decay `G`.
+
+    The update vectors are causal: those of accepted tokens do not depend on rejected ones, which
+    is why `commit_gated_delta` needs no second solve.
+    """
+    T, value_heads = v.shape[1], v.shape[2]
+    q, k = _per_value_head(q, value_heads), _per_value_head(k, value_heads)
+    v, beta = v.swapaxes(1, 2), beta.swapaxes(1, 2)
+    G = jnp.cumsum(g.swapaxes(1, 2), axis=-1)
+    row, column = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
+    through = _decay(G, column <= row)
+
+    grown = jnp.exp(G)[..., None]
+    A = jnp.where(column < row, beta[..., None] * through * _einsum("BHik,BHjk->BHij", k, k), 0.0)
+    residual = beta[..., None] * (v - grown * _einsum("BHtk,BHkv->BHtv", k, state))
+    update = _einsum("BHij,BHjv->BHiv", _unit_lower_inverse(A), residual)
+    out = grown * _einsum("BHtk,BHkv->BHtv", q, state)
+    out += _einsum("BHij,BHjv->BHiv", through * _einsum("BHik,BHjk->BHij", q, k), update)
+    return out.swapaxes(1, 2), update, G
+
+
+def commit_gated_delta(
+    state: Float[Array, "B vh kd vd"],
+    k: Float[Array, "B T kh kd"],
+    update: Float[Array, "B vh T vd"],
+    G: Float[Array, "B vh T"],
+    keep: Int[Array, " B"],
+) -> Float[Array, "B vh kd vd"]:
+    """The state after the first `keep` tokens of a block (0 leaves it as it is).
+
+    `state` is the state before the block; the rest are the block's records from
+    `gated_delta_block`.
+    """
+    kept = jnp.arange(G.shape[-1]) < keep[:, None, None]
+    last = jnp.take_along_axis(G, jnp.maximum(keep - 1, 0)[:, None, None], axis=-1)
+    last = jnp.where(keep[:, None, None] > 0, last, 0.0)
+    weight = jnp.where(kept, jnp.exp(jnp.where(kept, last - G, 0.0)), 0.0)
+    k = _per_value_head(k, G.shape[1])
+    grown = jnp.exp(last)[..., None] * state
+    return grown + _einsum("BHtk,BHtv->BHkv", k * weight[..., None], update)
+
+
+def gated_delta_chunked(
+    q: Float[Array, "B T kh kd"],
+    k: Float[Array, "B T kh kd"],
+    v: Float[Array, "B T vh vd"],
+    g: Float[Array, "B T vh"],
+    beta: Float[Array, "B T vh"],
+    state: Float[Array, "B vh kd vd"],
+    *,
+    chunk: int = 64,
+) -> tuple[Float[Array, "B T vh vd"], Float[Array, "B vh kd vd"]]:
+    """Run many tokens in chunks: outputs and the state after all of them.
+
+    A token with `g = 0` and `beta = 0` leaves the state untouched, so padding is masked there.
+    `T` that is no multiple of `chunk` is padded in this way.
+    """
+    B, T = v.shape[:2]
+    chunk = min(chunk, T)
+    pieces = -(-T // chunk)
+
+    def split(x: Array) -> Array:
+        pad = [(0, 0), (0, pieces * chunk - T)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, pad).reshape(B, pieces, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    def one(state: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+        out, update, G = gated_delta_block(*part, state)
+        keep = jnp.full((B,), chunk, jnp.int32)
+        return commit_gated_delta(state, part[1], update, G, keep), out
+
+    state, out = lax.scan(one, state, tuple(split(x) for x in (q, k, v, g, beta)))
+    return out.swapaxes(0, 1).reshape(B, pieces * chunk, *v.shape[2:])[:, :T], state
+
+
+def gated_delta_sequential(
+    q: Float[Array, "B T kh kd"],
+    k: Float[Array, "B T kh kd"],
+    v: Float[Array, "B T vh vd"],
+    g: Float[Array, "B T vh"],
+    beta: Float[Array, "B T vh"],
+    state: Float[Array, "B vh kd vd"],
+) -> tuple[Float[Array, "B T vh vd"], Float[Array, "B vh kd vd"]]:
+    """The recurrence as written, one token at a time: the yardstick of the other forms."""
+    value_heads = v.shape[2]
+
+    def one(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, g, beta = token
+        state = jnp.exp(g)[..., None, None] * state
+        d = beta[..., None] * (v - _einsum("BHk,BHkv->BHv", k, state))
+        state = state + k[..., :, None] * d[..., None, :]
+        return state, _einsum("BHk,BHkv->BHv", q, state)
+
+    def over_time(x: Array) -> Array:
+        return jnp.moveaxis(x, 1, 0)
+
+    q, k = (_per_value_head(x, value_heads).swapaxes(1, 2) for x in (q, k))
+    state, out = jax.lax.scan(one, state, tuple(over_time(x) for x in (q, k, v, g, beta)))
+    return jnp.moveaxis(out, 0, 1), state
