@@ -1,0 +1,28 @@
+"""Settings that every test shares; they must be made before jax and torch start."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import pytest
+import torch
+from transformers.utils import logging as transformers_logging
+
+from tests import tiny
+
+# More threads than one only wait for each other on models this small.
+torch.set_num_threads(1)
+transformers_logging.disable_progress_bar()
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="session")
+def qwen35(tmp_path_factory: pytest.TempPathFactory) -> tiny.Checkpoint:
+    """A tiny Qwen3.5 with tied embeddings: its folder and its transformers model."""
+    folder = tmp_path_factory.mktemp("qwen35")
+    return tiny.Checkpoint(folder, tiny.tiny_qwen35(folder))
