@@ -11,6 +11,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.drafters import Drafter
+from mmflash_jax.targets import Target
+
 
 @dataclass(frozen=True, kw_only=True)
 class PatchedImage:
@@ -45,3 +48,91 @@ class Prompt:
     rope_shift: int
     images: tuple[PatchedImage, ...]
     max_tokens: int
+
+
+RUNNING, STOP, LENGTH, ABSENT = 0, 1, 2, 3
+FINISH_REASONS = {STOP: "stop", LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The static side of decoding: what is compiled, never traced.
+
+    stop_ids: token ids that end a row; the stop token itself is returned.
+    """
+
+    target: Target
+    drafter: Drafter
+    stop_ids: tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Everything that changes while a batch decodes. Only `prefill` and `commit` make one.
+
+    tokens: int32 `[B, N]`, generated ids; the first `num_tokens` of a row count.
+    num_tokens: int32 `[B]`, tokens generated so far, the first one (from prefill) included.
+    limit: int32 `[B]`, most tokens to generate.
+    anchor: int32 `[B]`, the last known token: decided, but in no cache yet.
+    length: int32 `[B]`, tokens in the target's cache and in the drafter's context.
+    rope_shift: int32 `[B]`, rotary position minus index of generated tokens.
+    reason: int32 `[B]`, RUNNING, or why the row ended; ABSENT marks rows without a request.
+    steps: int32 `[B]`, verify steps taken while running.
+    committed: int32 `[B, block]`, how many of those steps committed index + 1 tokens.
+    cache: the target's, valid for `length` tokens.
+    draft: the drafter's state, valid for `length` tokens.
+
+    Invariants after prefill and after every step:
+    - length + 1 = prompt tokens + num_tokens: all known tokens but the anchor are in the caches;
+    - a row that is not RUNNING no longer changes;
+    - nothing after a stop token is in `tokens`, counted or in a cache.
+    """
+
+    tokens: Int[Array, "B N"]
+    num_tokens: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    anchor: Int[Array, " B"]
+    length: Int[Array, " B"]
+    rope_shift: Int[Array, " B"]
+    reason: Int[Array, " B"]
+    steps: Int[Array, " B"]
+    committed: Int[Array, "B block"]
+    cache: Any
+    draft: Any
+
+    @property
+    def running(self) -> Array:
+        """Bool `[B]`: rows that still decode."""
+        return self.reason == RUNNING
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The target's view of a block.
+
+    logits: fp32 `[B, block, V]`; row t is about the token after block token t.
+    features: `[B, block, features]`.
+    cache: uncommitted.
+    """
+
+    logits: Float[Array, "B block V"]
+    features: Float[Array, "B block features"]
+    cache: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What a step adds to each row.
+
+    ids: int32 `[B, block]`, accepted drafts and then the target's own token; `count` of them count.
+    count: int32 `[B]`, 0 for rows that do not run, else 1 .. block, already cut at a stop token
+        and at the row's limit.
+    reason: int32 `[B]`, the row's state after this step.
+    """
+
+    ids: Int[Array, "B block"]
+    count: Int[Array, " B"]
+    reason: Int[Array, " B"]

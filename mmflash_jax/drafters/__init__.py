@@ -1,1 +1,9 @@
+"""Draft methods by the architecture name that a draft's `config.json` gives."""
 
+from mmflash_jax.drafters.base import Drafter, FitError, Heads, Proposal
+from mmflash_jax.drafters.dflash import DFlash
+from mmflash_jax.drafters.none import NoDraft
+
+DRAFTERS = {"DFlashDraftModel": DFlash}
+
+__all__ = ["DRAFTERS", "DFlash", "Drafter", "FitError", "Heads", "NoDraft", "Proposal"]

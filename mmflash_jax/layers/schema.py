@@ -16,7 +16,7 @@ Path = tuple[str | int, ...]
 
 
 def abstract_module(build: Callable[[nnx.Rngs], nnx.Module]) -> tuple[Any, Params]:
-    """Structure (hashable) and nested dict of `jax.ShapeDtypeStruct` of the module `build` makes."""
+    """Hashable structure and nested dict of `jax.ShapeDtypeStruct` of what `build` makes."""
     module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     structure, state = nnx.split(module)
     return structure, nnx.to_pure_dict(state)

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -36,7 +37,7 @@ SQUEEZE_CONV1D = Transform("squeeze_conv1d", lambda x: x[:, 0].T, lambda x: x.T[
 
 
 def flatten_patches(patch_shape: tuple[int, ...]) -> Transform:
-    """A convolution whose stride is its kernel, as a matrix: `[out, *patch]` <-> `[pixels, out]`."""
+    """A convolution whose stride is its kernel: `[out, *patch]` <-> matrix `[pixels, out]`."""
     return Transform(
         "flatten_patches",
         lambda x: x.reshape(x.shape[0], -1).T,
@@ -115,7 +116,7 @@ def _compare(
 
 
 def _place(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: Any) -> np.ndarray:
         return np.ascontiguousarray(view[index]).astype(dtype, copy=False)
 
     if sharding is None:

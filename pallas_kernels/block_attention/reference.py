@@ -36,9 +36,7 @@ def block_attention(
     q = q.reshape(B, T, K, N // K, H)
 
     def scores(keys: Array, spec: str) -> Array:
-        product = jnp.einsum(
-            spec, q, keys, precision=precision, preferred_element_type=jnp.float32
-        )
+        product = jnp.einsum(spec, q, keys, precision=precision, preferred_element_type=jnp.float32)
         return product * scale
 
     def weigh(probabilities: Array, values: Array, spec: str) -> Array:

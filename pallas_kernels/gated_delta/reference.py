@@ -20,9 +20,7 @@ from jaxtyping import Array, Float, Int
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def _per_value_head(
-    x: Float[Array, "B T kh kd"], value_heads: int
-) -> Float[Array, "B vh T kd"]:
+def _per_value_head(x: Float[Array, "B T kh kd"], value_heads: int) -> Float[Array, "B vh T kd"]:
     return jnp.repeat(x.swapaxes(1, 2), value_heads // x.shape[2], axis=1)
 
 
@@ -43,9 +41,7 @@ def _unit_lower_inverse(A: Float[Array, "*batch T T"]) -> Float[Array, "*batch T
     width = 1
     while width < T:
         below = ((row // width) % 2 == 1) & (column // width == row // width - 1)
-        inverse -= _einsum(
-            "...ij,...jk,...kl->...il", inverse, jnp.where(below, A, 0.0), inverse
-        )
+        inverse -= _einsum("...ij,...jk,...kl->...il", inverse, jnp.where(below, A, 0.0), inverse)
         width *= 2
     return inverse
 
@@ -124,9 +120,10 @@ def gated_delta_chunked(
         return jnp.pad(x, pad).reshape(B, pieces, chunk, *x.shape[2:]).swapaxes(0, 1)
 
     def one(state: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        out, update, G = gated_delta_block(*part, state)
+        q, k, v, g, beta = part
+        out, update, G = gated_delta_block(q, k, v, g, beta, state)
         keep = jnp.full((B,), chunk, jnp.int32)
-        return commit_gated_delta(state, part[1], update, G, keep), out
+        return commit_gated_delta(state, k, update, G, keep), out
 
     state, out = lax.scan(one, state, tuple(split(x) for x in (q, k, v, g, beta)))
     return out.swapaxes(0, 1).reshape(B, pieces * chunk, *v.shape[2:])[:, :T], state

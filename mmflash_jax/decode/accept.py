@@ -1,0 +1,51 @@
+"""Which drafted tokens stay. The only place with acceptance mathematics.
+
+Greedy acceptance: a draft stays while it equals the target's most likely token given all before
+it, so the ids are those of plain greedy decoding. A sampled rule will take the same arguments.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mmflash_jax.decode.records import LENGTH, RUNNING, STOP, Acceptance, DecodeState, Verification
+from mmflash_jax.drafters import Proposal
+
+
+def choose(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
+    """The target's token: the most likely one, the lowest id among equals."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def accept(
+    state: DecodeState, proposal: Proposal, verification: Verification, stop_ids: tuple[int, ...]
+) -> Acceptance:
+    """Keep the longest prefix of drafts that the target agrees with, and its next token."""
+    choice = choose(verification.logits)
+    agree = proposal.ids == choice[:, :-1]
+    accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=-1), axis=-1)
+    # Row `accepted` of `choice` is the bonus token, earlier rows equal the accepted drafts.
+    return cut(state, choice, accepted + 1, stop_ids)
+
+
+def cut(
+    state: DecodeState,
+    ids: Int[Array, "B block"],
+    count: Int[Array, " B"],
+    stop_ids: tuple[int, ...],
+) -> Acceptance:
+    """End each row at its first stop token, else at its limit, inside the block.
+
+    A stop token in the last allowed place counts as a stop.
+    """
+    count = jnp.minimum(count, state.limit - state.num_tokens)
+    place = jnp.arange(ids.shape[1])
+    is_stop = jnp.isin(ids, jnp.asarray(stop_ids, jnp.int32)) & (place < count[:, None])
+    stopped = is_stop.any(axis=-1)
+    count = jnp.where(stopped, jnp.argmax(is_stop, axis=-1) + 1, count)
+    full = state.num_tokens + count >= state.limit
+    reason = jnp.where(stopped, STOP, jnp.where(full, LENGTH, RUNNING))
+    return Acceptance(
+        ids=ids,
+        count=jnp.where(state.running, count, 0).astype(jnp.int32),
+        reason=jnp.where(state.running, reason, state.reason).astype(jnp.int32),
+    )

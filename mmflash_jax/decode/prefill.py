@@ -1,0 +1,222 @@
+"""From prompts to a `DecodeState`: image features, chunks of prompt tokens, the first token.
+
+Prompts are padded on the right to a common width. Padding enters no cache and no recurrent
+state, so a row decodes the same whatever stands beside it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mmflash_jax.decode.accept import choose, cut
+from mmflash_jax.decode.buckets import bucket, chunk_widths
+from mmflash_jax.decode.records import ABSENT, RUNNING, DecodeState, PatchedImage, Plan, Prompt
+from mmflash_jax.layers.schema import Params
+
+CHUNK = 512
+IMAGES_AT_ONCE = 8
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PrefillState:
+    """Caches while chunks go in, and the hidden state `[B, D]` of each prompt's last token."""
+
+    cache: Any
+    draft: Any
+    last: Array
+
+
+def prefill(
+    plan: Plan,
+    params: Params,
+    prompts: Sequence[Prompt | None],
+    *,
+    capacity: int,
+    chunk: int = CHUNK,
+) -> DecodeState:
+    """Run a batch of prompts and decide each row's first token.
+
+    `None` fills a row that carries no request. `capacity` is the number of cache slots of a row;
+    every prompt and what it may generate must fit (the last token needs no slot).
+
+    Raises:
+        ValueError: a prompt does not fit the capacity.
+    """
+    for row, prompt in enumerate(prompts):
+        if prompt is not None and len(prompt.ids) + prompt.max_tokens - 1 > capacity:
+            raise ValueError(
+                f"row {row}: {len(prompt.ids)} prompt tokens and max_tokens {prompt.max_tokens} "
+                f"do not fit a cache of {capacity} tokens"
+            )
+    media, first_row = encode_media(plan, params, prompts)
+    lengths = np.array([0 if p is None else len(p.ids) for p in prompts], np.int32)
+    widths = chunk_widths(int(lengths.max()), widest=chunk)
+    ids, media_idx, positions = _pad(plan, prompts, first_row, sum(widths))
+    state = _empty(plan, len(prompts), capacity)
+    start = 0
+    for width in widths:
+        here = slice(start, start + width)
+        state = _prefill_chunk(
+            plan, params, state, ids[:, here], media, media_idx[:, here], positions[:, :, here],
+            np.minimum(lengths, start), np.clip(lengths - start, 0, width),
+        )  # fmt: skip
+        start += width
+    limit = np.array([0 if p is None else p.max_tokens for p in prompts], np.int32)
+    shift = np.array([0 if p is None else p.rope_shift for p in prompts], np.int32)
+    room = bucket(int(limit.max()), 16)
+    return _first_token(
+        plan, params, state.cache, state.draft, state.last, lengths, limit, shift, room=room
+    )
+
+
+def encode_media(
+    plan: Plan, params: Params, prompts: Sequence[Prompt | None]
+) -> tuple[Array | None, list[list[int]]]:
+    """Features of all images `[M, D]`, and the first row of each image of each prompt.
+
+    Images of like size share tower calls; sizes and counts are padded to buckets.
+    """
+    groups: dict[int, list[tuple[int, int, PatchedImage]]] = {}
+    first_row = [[0] * len(p.images) if p else [] for p in prompts]
+    for row, prompt in enumerate(prompts):
+        for place, image in enumerate(prompt.images if prompt else ()):
+            size = bucket(len(image.patches), 64)
+            groups.setdefault(size, []).append((row, place, image))
+    features, rows = [], 0
+    for size, members in sorted(groups.items()):
+        for at in range(0, len(members), IMAGES_AT_ONCE):
+            part = members[at : at + IMAGES_AT_ONCE]
+            encoded = _encode_images(plan, params, *_stack([m[2] for m in part], size))
+            for slot, (row, place, _) in enumerate(part):
+                first_row[row][place] = rows + slot * encoded.shape[1]
+            features.append(encoded.reshape(-1, encoded.shape[-1]))
+            rows += len(features[-1])
+    if not features:
+        return None, first_row
+    media = jnp.concatenate(features)
+    return jnp.pad(media, ((0, bucket(rows, 64) - rows), (0, 0))), first_row
+
+
+def _stack(images: Sequence[PatchedImage], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    count = 1 << (len(images) - 1).bit_length()
+    patches = np.zeros((count, size, images[0].patches.shape[1]), np.float32)
+    # An absent image is one merged token wide, so that no row of its attention is empty.
+    rows, columns = np.full(count, 2, np.int32), np.full(count, 2, np.int32)
+    for slot, image in enumerate(images):
+        patches[slot, : len(image.patches)] = image.patches
+        rows[slot], columns[slot] = image.rows, image.columns
+    return patches, rows, columns
+
+
+def _pad(
+    plan: Plan, prompts: Sequence[Prompt | None], first_row: list[list[int]], width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    batch = len(prompts)
+    ids = np.zeros((batch, width), np.int32)
+    media_idx = np.full((batch, width), -1, np.int32)
+    positions = np.zeros((plan.target.position_axes, batch, width), np.int32)
+    for row, prompt in enumerate(prompts):
+        if prompt is None:
+            continue
+        length = len(prompt.ids)
+        ids[row, :length] = prompt.ids
+        positions[:, row, :length] = prompt.positions
+        places = np.flatnonzero(prompt.media_idx >= 0)
+        counts = [image.num_tokens for image in prompt.images]
+        rows = [np.arange(n) + at for n, at in zip(counts, first_row[row], strict=True)]
+        if rows:
+            # `media_idx` counts a prompt's own rows image after image.
+            media_idx[row, places] = np.concatenate(rows)[prompt.media_idx[places]]
+    return ids, media_idx, positions
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "batch", "capacity"))
+def _empty(plan: Plan, batch: int, capacity: int) -> PrefillState:
+    return PrefillState(
+        cache=plan.target.init_cache(batch, capacity, plan.drafter.block),
+        draft=plan.drafter.init_state(batch, capacity),
+        last=jnp.zeros((batch, plan.target.config.hidden_size), jnp.dtype(plan.target.dtype)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _encode_images(
+    plan: Plan,
+    params: Params,
+    patches: Float[Array, "I P C"],
+    rows: Int[Array, " I"],
+    columns: Int[Array, " I"],
+) -> Float[Array, "I M D"]:
+    return plan.target.encode_images(params["target"], patches, rows, columns)
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def _prefill_chunk(
+    plan: Plan,
+    params: Params,
+    state: PrefillState,
+    ids: Int[Array, "B T"],
+    media: Float[Array, "M D"] | None,
+    media_idx: Int[Array, "B T"],
+    positions: Int[Array, "A B T"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> PrefillState:
+    """Run the next T tokens of every prompt; `count` of a row's are real."""
+    out = plan.target.prefill(
+        params["target"],
+        plan.target.embed(params["target"], ids, media, media_idx),
+        positions,
+        state.cache,
+        length,
+        count,
+        capture=plan.drafter.capture,
+    )
+    last = jnp.take_along_axis(out.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    return PrefillState(
+        cache=out.cache,
+        draft=plan.drafter.absorb(params["drafter"], state.draft, out.features, length, count),
+        last=jnp.where(count[:, None] > 0, last, state.last),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "room"), donate_argnames=("cache", "draft"))
+def _first_token(
+    plan: Plan,
+    params: Params,
+    cache: Any,
+    draft: Any,
+    last: Float[Array, "B D"],
+    length: Int[Array, " B"],
+    limit: Int[Array, " B"],
+    rope_shift: Int[Array, " B"],
+    *,
+    room: int,
+) -> DecodeState:
+    """The state after the prompt: the first token is known, but in no cache."""
+    batch = length.shape[0]
+    first = choose(plan.target.logits(params["target"], last))
+    zero = jnp.zeros((batch,), jnp.int32)
+    start = DecodeState(
+        tokens=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first),
+        num_tokens=zero,
+        limit=limit,
+        anchor=first,
+        length=length,
+        rope_shift=rope_shift,
+        reason=jnp.where(limit > 0, RUNNING, ABSENT),
+        steps=zero,
+        committed=jnp.zeros((batch, plan.drafter.block), jnp.int32),
+        cache=cache,
+        draft=draft,
+    )
+    decided = cut(start, first[:, None], zero + 1, plan.stop_ids)
+    return dataclasses.replace(start, num_tokens=decided.count, reason=decided.reason)

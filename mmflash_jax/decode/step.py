@@ -1,0 +1,96 @@
+"""One decoding step: propose -> verify -> accept -> commit (docs/decoding.md).
+
+Plain decoding is this step with the drafter that proposes nothing, so "drafted ids equal plain
+ids" can be tested on the step itself.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from mmflash_jax.decode.accept import accept
+from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verification
+from mmflash_jax.drafters import Heads, Proposal
+from mmflash_jax.layers.schema import Params
+
+
+def borrow_heads(plan: Plan, params: Params) -> Heads:
+    """The target's table and head as functions, for the drafter."""
+    return Heads(
+        embed=functools.partial(plan.target.embed_raw, params["target"]),
+        logits=functools.partial(plan.target.logits_raw, params["target"]),
+    )
+
+
+def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+    """Advance every running row by 1 .. block tokens."""
+    with jax.named_scope("propose"):
+        heads = borrow_heads(plan, params)
+        proposal = plan.drafter.propose(
+            params["drafter"], state.draft, state.anchor, state.length, heads
+        )
+    with jax.named_scope("verify"):
+        verification = verify(plan, params, state, proposal)
+    with jax.named_scope("accept"):
+        acceptance = accept(state, proposal, verification, plan.stop_ids)
+    with jax.named_scope("commit"):
+        return commit(plan, params, state, verification, acceptance)
+
+
+def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -> Verification:
+    """One target pass over the anchor and its drafts."""
+    target = plan.target
+    ids = jnp.concatenate([state.anchor[:, None], proposal.ids], axis=1)
+    index = state.length[:, None] + jnp.arange(ids.shape[1])
+    positions = jnp.broadcast_to(
+        index + state.rope_shift[:, None], (target.position_axes, *index.shape)
+    )
+    out = target.forward(
+        params["target"],
+        target.embed(params["target"], ids),
+        positions,
+        state.cache,
+        state.length,
+        jnp.where(state.running, ids.shape[1], 0),
+        capture=plan.drafter.capture,
+    )
+    return Verification(
+        logits=target.logits(params["target"], out.hidden), features=out.features, cache=out.cache
+    )
+
+
+def commit(
+    plan: Plan,
+    params: Params,
+    state: DecodeState,
+    verification: Verification,
+    acceptance: Acceptance,
+) -> DecodeState:
+    """The next state: the block's first `count` tokens enter the caches, the last new one waits.
+
+    Of `count` new tokens the anchor and all but the last were in the block, so exactly `count`
+    block rows stay.
+    """
+    count = acceptance.count
+    rows = jnp.arange(count.shape[0])[:, None]
+    place = jnp.arange(acceptance.ids.shape[1])
+    slot = jnp.where(
+        place < count[:, None], state.num_tokens[:, None] + place, state.tokens.shape[1]
+    )
+    last = jnp.take_along_axis(acceptance.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return dataclasses.replace(
+        state,
+        tokens=state.tokens.at[rows, slot].set(acceptance.ids, mode="drop"),
+        num_tokens=state.num_tokens + count,
+        anchor=jnp.where(count > 0, last, state.anchor),
+        length=state.length + count,
+        reason=acceptance.reason,
+        steps=state.steps + state.running,
+        committed=state.committed + (place == count[:, None] - 1),
+        cache=plan.target.commit(verification.cache, count),
+        draft=plan.drafter.absorb(
+            params["drafter"], state.draft, verification.features, state.length, count
+        ),
+    )

@@ -1,0 +1,450 @@
+"""DFlash / MMFlash: a block of masked slots denoised in one forward pass.
+
+The draft is a stack of Qwen3 layers without embedding or head. Every layer makes its own keys
+and values from one projected context vector a token (the target's captured layers); only the
+block makes queries. Follows z-lab `dflash` 0.1.0 `model.py` (Chen et al., arXiv 2602.06036).
+MMFlash has the same shape and other training.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmflash_jax.drafters.base import FitError, Heads, Proposal
+from mmflash_jax.layers.cache import write_rows
+from mmflash_jax.layers.linear import linear
+from mmflash_jax.layers.mlp import SwiGLU
+from mmflash_jax.layers.norm import RMSNorm
+from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
+from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
+from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights.hf_config import ConfigError, expect, require, rope_theta
+from pallas_kernels import block_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """How one layer looks: `window` in tokens, the query included, or None for all."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The fields of a draft's `config.json` that decide the computation."""
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    rope_theta: float
+    vocab_size: int
+    layers: tuple[Layer, ...]
+    num_target_layers: int
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: int
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
+        """From z-lab's layout, whose own keys sit in `dflash_config` or at top level.
+
+        Raises:
+            ConfigError: a field is missing, contradictory or asks for what is not implemented.
+        """
+        where = "draft config.json"
+        expect(config, where, hidden_act=["silu"], architectures=[["DFlashDraftModel"]])
+        _refuse_foreign_rotary(config, where)
+        names = [
+            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+            "head_dim", "rms_norm_eps", "vocab_size", "num_target_layers",
+        ]  # fmt: skip
+        fields = {name: require(config, name, where) for name in names}
+        ids = _own(config, "target_layer_ids")
+        if ids is None:
+            layers = require(config, "num_hidden_layers", where)
+            ids = default_layer_ids(fields["num_target_layers"], layers)
+        mask = _own(config, "mask_token_id")
+        if isinstance(mask, bool) or not isinstance(mask, int):
+            raise ConfigError(f"{where}: mask_token_id is {mask!r}, expected a token id")
+        cap = _own(config, "final_logit_softcapping")
+        return cls(
+            **fields,
+            target_hidden_size=config.get("target_hidden_size") or fields["hidden_size"],
+            attention_bias=bool(config.get("attention_bias", False)),
+            rope_theta=rope_theta(config, where),
+            layers=_layers(config, where),
+            target_layer_ids=tuple(ids),
+            mask_token_id=mask,
+            block_size=int(_own(config, "block_size") or 16),
+            input_embedding_scale=float(_own(config, "input_embedding_scale") or 1.0),
+            output_multiplier=float(_own(config, "output_multiplier") or 1.0),
+            final_logit_softcapping=float(cap) if cap else None,
+        )
+
+
+def default_layer_ids(target_layers: int, count: int) -> list[int]:
+    """Target layers a draft reads when its config names none (z-lab's rule).
+
+    Spread from layer 1 to the fourth from the end, rounded half to even.
+    """
+    if count == 1:
+        return [target_layers // 2]
+    return [round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count)]
+
+
+def _own(config: Mapping[str, Any], name: str) -> Any:
+    """A DFlash key, in `dflash_config` or at top level; two different values are an error."""
+    nested, top = config.get("dflash_config", {}).get(name), config.get(name)
+    if nested is not None and top is not None and nested != top:
+        raise ConfigError(
+            f"draft config.json: {name} is {nested!r} in dflash_config but {top!r} at top level"
+        )
+    return top if nested is None else nested
+
+
+def _refuse_foreign_rotary(config: Mapping[str, Any], where: str) -> None:
+    """A draft rotates whole heads by token index; a target's rotary keys would change that."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        value = rope.get(name, config.get(name))
+        if value is not None and value != 1.0:
+            raise ConfigError(
+                f"{where}: {name} is {value!r}, but a DFlash draft uses plain 1-D rotary positions "
+                "over the whole head; it was copied from the target, remove it"
+            )
+
+
+def _layers(config: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
+    """Window and direction of each layer.
+
+    Direction: top-level `is_causal` before `dflash_config.causal` before the layer's kind
+    (sliding layers look back only, full ones both ways). `dflash_config.use_swa` makes every
+    layer a sliding one that looks both ways.
+    """
+    own = config.get("dflash_config", {})
+    count = require(config, "num_hidden_layers", where)
+    kinds = config.get("layer_types") or ["full_attention"] * count
+    if len(kinds) != count:
+        raise ConfigError(
+            f"{where}: layer_types has {len(kinds)} entries for num_hidden_layers {count}"
+        )
+    everywhere = own.get("use_swa", False)
+    forced = config.get("is_causal")
+    if forced is None:
+        forced = own.get("causal", False if everywhere else None)
+    layers = []
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"{where}: layer_types holds {kind!r}")
+        sliding = everywhere or kind == "sliding_attention"
+        width = own.get("swa_window_size") if everywhere else None
+        width = width or config.get("sliding_window")
+        if sliding and not width:
+            raise ConfigError(f"{where}: a sliding layer needs sliding_window, it is {width!r}")
+        causal = sliding if forced is None else bool(forced)
+        layers.append(Layer(causal=causal, window=int(width) if sliding and width else None))
+    return tuple(layers)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class DFlashState:
+    """Context keys and values of each layer, `[B, K, S, H]`; slot s holds token s."""
+
+    k: tuple[Array, ...]
+    v: tuple[Array, ...]
+
+
+class Attention(nnx.Module):
+    """Queries from the block, keys and values from the context and the block."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        inner, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        project = functools.partial(linear, dtype=dtype, rngs=rngs, bias=config.attention_bias)
+        self.q_proj = project(config.hidden_size, inner)
+        self.k_proj = project(config.hidden_size, kv)
+        self.v_proj = project(config.hidden_size, kv)
+        self.o_proj = project(inner, config.hidden_size)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
+
+    def queries(
+        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"]
+    ) -> Float[Array, "R T N H"]:
+        q = self.q_proj(x).reshape(*x.shape[:2], self.heads, self.head_dim)
+        return apply_rotary(self.q_norm(q), angles)
+
+    def keys_values(
+        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"]
+    ) -> tuple[Float[Array, "R T K H"], Float[Array, "R T K H"]]:
+        k = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
+        return apply_rotary(self.k_norm(k), angles), v
+
+
+class DecoderLayer(nnx.Module):
+    """A Qwen3 layer over the block; the context reaches it as keys and values only."""
+
+    def __init__(self, config: Config, layer: Layer, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.layer = layer
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, eps=config.rms_norm_eps, dtype=dtype
+        )
+        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B A T D"],
+        k_context: Float[Array, "B K S H"],
+        v_context: Float[Array, "B K S H"],
+        start: Int[Array, "B A"],
+        angles: Float[Array, "R T half"],
+    ) -> Float[Array, "B A T D"]:
+        """`A` blocks of each row over its one context; `R` is `B * A`."""
+        attention = self.self_attn
+        B, A, T, D = x.shape
+        normed = self.input_layernorm(x).reshape(B * A, T, D)
+        q = attention.queries(normed, angles)
+        k, v = attention.keys_values(normed, angles)
+        q, k, v = (part.reshape(B, A, *part.shape[1:]) for part in (q, k, v))
+        attend = functools.partial(
+            block_attention,
+            scale=attention.head_dim**-0.5,
+            causal=self.layer.causal,
+            window=self.layer.window,
+        )
+        mixed = jax.vmap(attend, in_axes=(1, None, None, 1, 1, 1), out_axes=1)(
+            q, k_context, v_context, k, v, start
+        )
+        x = x + attention.o_proj(mixed.reshape(B, A, T, -1))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Model(nnx.Module):
+    """Context projection, layers and final norm; the head is the target's."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        captured = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = linear(captured, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(config, layer, dtype=dtype, rngs=rngs) for layer in config.layers]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    def _angles(self, position: Int[Array, "R T"]) -> Float[Array, "R T half"]:
+        return rotary_angles(position, self.config.rope_theta, self.config.head_dim)
+
+    def context(
+        self, features: Float[Array, "B T features"], start: Int[Array, " B"]
+    ) -> list[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]:
+        """Keys and values of every layer for tokens at `start ..`."""
+        position = start[:, None] + jnp.arange(features.shape[1])
+        projected = self.hidden_norm(self.fc(features.astype(self.fc.dtype)))
+        angles = self._angles(position)
+        return [layer.self_attn.keys_values(projected, angles) for layer in self.layers]
+
+    def denoise(
+        self, x: Float[Array, "B A T D"], state: DFlashState, start: Int[Array, "B A"]
+    ) -> Float[Array, "B A T D"]:
+        """Hidden states of `A` blocks a row; block `a` sees context before `start[:, a]` only."""
+        B, A, T, _ = x.shape
+        angles = self._angles(start.reshape(B * A, 1) + jnp.arange(T))
+        for layer, k, v in zip(self.layers, state.k, state.v, strict=True):
+            x = layer(x, k, v, start, angles)
+        return self.norm(x)
+
+
+class _FitsDraft(Protocol):
+    """The fields of a target's config that a draft must agree with."""
+
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """The plan of a DFlash draft; see `drafters.base.Drafter`."""
+
+    config: Config
+    dtype: str = "float32"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], dtype: str) -> "DFlash":
+        return cls(Config.from_hf(config), dtype)
+
+    @property
+    def block(self) -> int:
+        return self.config.block_size
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    def check_fit(self, target: _FitsDraft) -> None:
+        """Refuse a target that this draft was not made for.
+
+        Raises:
+            FitError: one message, each field with both values.
+        """
+        c, layers = self.config, target.num_hidden_layers
+        problems = []
+        if c.target_hidden_size != target.hidden_size:
+            problems.append(
+                f"hidden_size: draft {c.target_hidden_size}, target {target.hidden_size}"
+            )
+        if c.hidden_size != target.hidden_size:
+            problems.append(
+                f"hidden_size of the borrowed head: draft {c.hidden_size}, "
+                f"target {target.hidden_size}"
+            )
+        if c.num_target_layers != layers:
+            problems.append(f"num_target_layers: draft {c.num_target_layers}, target {layers}")
+        outside = [i for i in c.target_layer_ids if not 0 <= i < layers]
+        if outside:
+            problems.append(f"target_layer_ids: draft {outside}, target has layers 0..{layers - 1}")
+        if c.vocab_size != target.vocab_size:
+            problems.append(f"vocab_size: draft {c.vocab_size}, target {target.vocab_size}")
+        if not 0 <= c.mask_token_id < target.vocab_size:
+            problems.append(
+                f"mask_token_id: draft {c.mask_token_id}, target table has rows "
+                f"0..{target.vocab_size - 1}"
+            )
+        if problems:
+            raise FitError("draft and target do not fit: " + "; ".join(problems))
+
+    def abstract_params(self) -> Params:
+        return _structure(self)[1]
+
+    def init_params(self, seed: int) -> Params:
+        """Fresh parameters for training."""
+        return initialise(self.build, seed)
+
+    def model(self, params: Params) -> Model:
+        """The module over `params`; call inside `jax.jit`."""
+        return nnx.merge(_structure(self)[0], params)
+
+    def build(self, rngs: nnx.Rngs) -> Model:
+        """A fresh module."""
+        return Model(self.config, dtype=jnp.dtype(self.dtype), rngs=rngs)
+
+    def init_state(self, batch: int, capacity: int) -> DFlashState:
+        c = self.config
+        shape = (batch, c.num_key_value_heads, capacity, c.head_dim)
+
+        def empty() -> tuple[Array, ...]:
+            return tuple(jnp.zeros(shape, jnp.dtype(self.dtype)) for _ in c.layers)
+
+        return DFlashState(k=empty(), v=empty())
+
+    def absorb(
+        self,
+        params: Params,
+        state: DFlashState,
+        features: Float[Array, "B T features"],
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> DFlashState:
+        rows = self.model(params).context(features, length)
+        return DFlashState(
+            k=tuple(
+                write_rows(c, k, length, count) for c, (k, _) in zip(state.k, rows, strict=True)
+            ),
+            v=tuple(
+                write_rows(c, v, length, count) for c, (_, v) in zip(state.v, rows, strict=True)
+            ),
+        )
+
+    def propose(
+        self,
+        params: Params,
+        state: DFlashState,
+        anchor: Int[Array, " B"],
+        length: Int[Array, " B"],
+        heads: Heads,
+    ) -> Proposal:
+        ids = block_ids(anchor[:, None], self.config)
+        hidden = self.denoise(params, state, ids, length[:, None], heads)
+        # The anchor's own row predicts nothing; row k predicts the token at its own position.
+        logits = self.logits(hidden[:, 0, 1:], heads)
+        return Proposal(ids=jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+    def denoise(
+        self,
+        params: Params,
+        state: DFlashState,
+        ids: Int[Array, "B A T"],
+        start: Int[Array, "B A"],
+        heads: Heads,
+    ) -> Float[Array, "B A T D"]:
+        """Hidden states of blocks of ids; block `a` of a row stands at `start[:, a]`."""
+        B, A, T = ids.shape
+        x = heads.embed(ids.reshape(B, A * T)).reshape(B, A, T, -1)
+        x = (x * self.config.input_embedding_scale).astype(jnp.dtype(self.dtype))
+        return self.model(params).denoise(x, state, start)
+
+    def logits(self, hidden: Float[Array, "*batch D"], heads: Heads) -> Float[Array, "*batch V"]:
+        """fp32 draft logits, multiplier and soft cap of the draft's config included."""
+        logits = heads.logits(hidden) * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def weight_rules(self) -> list[Rule]:
+        rules = [
+            Rule("fc.weight", ("fc", "kernel"), TRANSPOSE),
+            Rule("hidden_norm.weight", ("hidden_norm", "weight")),
+            Rule("norm.weight", ("norm", "weight")),
+        ]
+        for index in range(len(self.config.layers)):
+            rules += _layer_rules(
+                f"layers.{index}.", ("layers", index), bias=self.config.attention_bias
+            )
+        return rules
+
+
+def block_ids(anchor: Int[Array, "B A"], config: Config) -> Int[Array, "B A block"]:
+    """The ids a draft starts from: each anchor, then mask tokens."""
+    masks = jnp.full((*anchor.shape, config.block_size - 1), config.mask_token_id, jnp.int32)
+    return jnp.concatenate([anchor[..., None].astype(jnp.int32), masks], axis=-1)
+
+
+def _layer_rules(prefix: str, path: Path, *, bias: bool) -> Iterator[Rule]:
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        at = (*path, "self_attn", name)
+        yield Rule(f"{prefix}self_attn.{name}.weight", (*at, "kernel"), TRANSPOSE)
+        if bias:
+            yield Rule(f"{prefix}self_attn.{name}.bias", (*at, "bias"))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        yield Rule(f"{prefix}mlp.{name}.weight", (*path, "mlp", name, "kernel"), TRANSPOSE)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield Rule(f"{prefix}{name}.weight", (*path, name, "weight"))
+    for name in ("q_norm", "k_norm"):
+        yield Rule(f"{prefix}self_attn.{name}.weight", (*path, "self_attn", name, "weight"))
+
+
+@functools.cache
+def _structure(drafter: DFlash) -> tuple[Any, Params]:
+    return abstract_module(drafter.build)

@@ -1,0 +1,86 @@
+"""From checkpoint folders to plans and parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mmflash_jax.drafters import DRAFTERS, DFlash
+from mmflash_jax.layers.schema import Params
+from mmflash_jax.sharding import sharding_by_rules
+from mmflash_jax.targets import TARGETS, Target
+from mmflash_jax.weights import TensorStore, import_params
+from mmflash_jax.weights.hf_config import ConfigError, read_json, require
+
+
+def default_dtype() -> str:
+    """bf16 on accelerators; fp32 on a CPU, where bf16 products are far slower."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _by_architecture(folder: Path, known: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    config = read_json(folder / "config.json")
+    names = require(config, "architectures", str(folder / "config.json"))
+    for name in names:
+        if name in known:
+            return known[name], config
+    raise ConfigError(f"{folder}: architectures is {names}, known here: {sorted(known)}")
+
+
+def load_target(folder: Path, dtype: str, mesh: Mesh | None = None) -> tuple[Target, Params]:
+    """A target checkpoint in Hugging Face layout, each parameter in its dtype and sharding.
+
+    Raises:
+        ConfigError: the configuration is not supported.
+        WeightsError: the tensors do not fit the configuration.
+    """
+    family, config = _by_architecture(folder, TARGETS)
+    target = family.from_hf(config, dtype)
+    params = import_params(
+        target.weight_rules(),
+        TensorStore(folder),
+        target.abstract_params(),
+        ignore=target.IGNORED,
+        sharding=sharding_by_rules(target.SHARDING, mesh),
+    )
+    return target, params
+
+
+def load_drafter(
+    folder: Path, target: Target, dtype: str, mesh: Mesh | None = None
+) -> tuple[DFlash, Params]:
+    """A draft checkpoint that fits `target`; its parameters are replicated over the mesh.
+
+    Raises:
+        ConfigError: the configuration is not supported.
+        FitError: draft and target do not belong together.
+        WeightsError: the tensors do not fit the configuration.
+    """
+    family, config = _by_architecture(folder, DRAFTERS)
+    drafter = family.from_hf(config, dtype)
+    drafter.check_fit(target.config)
+    params = import_params(
+        drafter.weight_rules(),
+        TensorStore(folder),
+        drafter.abstract_params(),
+        sharding=sharding_by_rules((), mesh),
+    )
+    return drafter, params
+
+
+def stop_ids(folder: Path, *more: int | None) -> tuple[int, ...]:
+    """Every id that ends an answer: of the generation config, the config and `more`.
+
+    They are joined because released files disagree: Qwen3.5's config stops at the end of text,
+    its tokenizer at the end of a turn.
+    """
+    found: set[int] = {id for id in more if id is not None}
+    config = read_json(folder / "config.json")
+    sources = [config, config.get("text_config") or {}]
+    if (folder / "generation_config.json").exists():
+        sources.append(read_json(folder / "generation_config.json"))
+    for source in sources:
+        value = source.get("eos_token_id")
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(found))

@@ -1,0 +1,134 @@
+"""What every target offers: the seam between a model family and the decoding loop.
+
+A target is a plan (frozen, hashable: config and dtype); its parameters travel beside it as a
+nested dict. One file per family implements `Target`; `targets/__init__.py` names them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mmflash_jax.layers.schema import Params
+from mmflash_jax.weights import Rule
+
+Cache = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TargetOutput:
+    """Result of one target pass over T tokens a row.
+
+    hidden: `[B, T, D]` after the final norm, what `logits` takes.
+    features: `[B, T, captured * D]` raw outputs of the captured layers, in the asked order.
+    cache: after `prefill`, valid for exactly the real tokens; after `forward`, uncommitted.
+    """
+
+    hidden: Array
+    features: Array
+    cache: Cache
+
+
+class Target(Protocol):
+    """A vision-language model that can be decoded speculatively."""
+
+    IGNORED: ClassVar[tuple[str, ...]]
+    """Regular expressions of checkpoint tensors that are accepted and not used."""
+
+    SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]]
+    """Ordered (regular expression of the dotted path, mesh axis of each dimension)."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def position_axes(self) -> int:
+        """Axes of a rotary position (1, or 3 for M-RoPE)."""
+        ...
+
+    def abstract_params(self) -> Params:
+        """Nested dict of shapes and dtypes."""
+        ...
+
+    def weight_rules(self) -> list[Rule]: ...
+
+    def prompt_positions(
+        self, ids: np.ndarray, grids: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, int]:
+        """Rotary positions `[A, P]` of a prompt and the shift of every token after it."""
+        ...
+
+    def encode_images(
+        self,
+        params: Params,
+        patches: Float[Array, "I P C"],
+        rows: Int[Array, " I"],
+        columns: Int[Array, " I"],
+    ) -> Float[Array, "I M D"]:
+        """Media features of padded images; `rows`, `columns` count patches."""
+        ...
+
+    def embed(
+        self,
+        params: Params,
+        ids: Int[Array, "B T"],
+        media: Float[Array, "M D"] | None = None,
+        media_idx: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Input embeddings, media rows in place of tokens whose `media_idx` is not negative."""
+        ...
+
+    def embed_raw(self, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Rows of the token table without any scale: what a draft receives."""
+        ...
+
+    def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """fp32 logits, soft cap and tying included."""
+        ...
+
+    def logits_raw(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """fp32 products with the output head alone, no soft cap: what a draft borrows."""
+        ...
+
+    def init_cache(self, batch: int, capacity: int, block: int) -> Cache:
+        """Empty cache for `capacity` tokens a row and blocks of `block` tokens."""
+        ...
+
+    def prefill(
+        self,
+        params: Params,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "A B T"],
+        cache: Cache,
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        *,
+        capture: tuple[int, ...],
+    ) -> TargetOutput:
+        """Run decided tokens: `count` of T are real and enter the cache at `length`."""
+        ...
+
+    def forward(
+        self,
+        params: Params,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "A B T"],
+        cache: Cache,
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        *,
+        capture: tuple[int, ...],
+    ) -> TargetOutput:
+        """Run a drafted block; none of it counts until `commit` says how many tokens stay."""
+        ...
+
+    def commit(self, cache: Cache, keep: Int[Array, " B"]) -> Cache:
+        """Keep the first `keep` tokens of the block that `forward` ran last."""
+        ...

@@ -1,0 +1,64 @@
+"""Reading a checkpoint's `config.json` without silent defaults."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A configuration field is missing, contradictory or not supported."""
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ConfigError: the file is missing or holds no JSON object.
+    """
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def require(config: Mapping[str, Any], name: str, where: str) -> Any:
+    """The value of a field that has no safe default."""
+    if config.get(name) is None:
+        raise ConfigError(f"{where} lacks {name!r}, which has no safe default")
+    return config[name]
+
+
+def expect(config: Mapping[str, Any], where: str, **supported: Iterable[Any]) -> None:
+    """Refuse a present field whose value is not implemented."""
+    for name, values in supported.items():
+        allowed = list(values)
+        if name in config and config[name] not in allowed:
+            raise ConfigError(f"{where}: {name} is {config[name]!r}, supported: {allowed}")
+
+
+def rope_theta(config: Mapping[str, Any], where: str) -> float:
+    """The rotary base, which configs keep at top level, in `rope_parameters` or in both.
+
+    Raises:
+        ConfigError: it is nowhere, the two places disagree, or a scaling is asked for.
+    """
+    nested = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"{where}: rope_type is {kind!r}, supported: ['default']")
+    found = {config.get("rope_theta"), nested.get("rope_theta")} - {None}
+    if not found:
+        raise ConfigError(f"{where} lacks 'rope_theta' (top level or in rope_parameters)")
+    if len(found) > 1:
+        raise ConfigError(
+            f"{where}: rope_theta is {config['rope_theta']} at top level but "
+            f"{nested['rope_theta']} in rope_parameters; keep one"
+        )
+    return float(found.pop())
