@@ -1,0 +1,82 @@
+"""Block attention against a dense softmax in fp64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import block_attention
+from tests.tolerances import LAYER, assert_close
+
+LENGTHS = np.array([0, 1, 13, 24])
+SLOTS, BLOCK, WIDTH = 24, 6, 8
+
+
+def inputs(heads, kv_heads, seed=0):
+    """q, k_cache, v_cache, k_block, v_block; cache slots at or past a row's length are junk."""
+    rng = np.random.default_rng(seed)
+    B = len(LENGTHS)
+
+    def normal(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+
+    q = normal(B, BLOCK, heads, WIDTH)
+    k_cache, v_cache = normal(B, kv_heads, SLOTS, WIDTH), normal(B, kv_heads, SLOTS, WIDTH)
+    k_block, v_block = normal(B, BLOCK, kv_heads, WIDTH), normal(B, BLOCK, kv_heads, WIDTH)
+    unused = np.arange(SLOTS) >= LENGTHS[:, None]
+    k_cache.swapaxes(1, 2)[unused] = 1e18
+    v_cache.swapaxes(1, 2)[unused] = -1e18
+    return q, k_cache, v_cache, k_block, v_block
+
+
+def dense(q, k_cache, v_cache, k_block, v_block, *, causal, window):
+    """Each query over the concatenated real keys only, in fp64."""
+    out = np.zeros(q.shape)
+    group = q.shape[2] // k_cache.shape[1]
+    for row, length in enumerate(LENGTHS):
+        for head in range(q.shape[2]):
+            kv = head // group
+            keys = np.concatenate([k_cache[row, kv, :length], k_block[row, :, kv]]).astype(float)
+            values = np.concatenate([v_cache[row, kv, :length], v_block[row, :, kv]]).astype(float)
+            position = np.arange(length + BLOCK)
+            for t in range(BLOCK):
+                seen = np.ones(length + BLOCK, bool)
+                if causal:
+                    seen &= position <= length + t
+                if window is not None:
+                    seen &= np.abs(position - (length + t)) < window
+                score = keys[seen] @ q[row, t, head].astype(float) * 0.3
+                weight = np.exp(score - score.max())
+                out[row, t, head] = weight @ values[seen] / weight.sum()
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 17])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
+def test_matches_dense_softmax(heads, kv_heads, causal, window):
+    """Grouped heads, both directions, windows, ragged lengths; junk beyond a length is not read."""
+    args = inputs(heads, kv_heads)
+    run = jax.jit(functools.partial(block_attention, scale=0.3, causal=causal, window=window))
+    got = run(*args, jnp.asarray(LENGTHS))
+    assert_close(got, dense(*args, causal=causal, window=window), LAYER)
+
+
+def test_rows_do_not_touch_each_other():
+    """A row whose cache and block are NaN leaves its neighbours as they are (A12)."""
+    args = inputs(4, 2)
+    run = jax.jit(functools.partial(block_attention, scale=0.3, causal=True))
+    clean = np.array(run(*args, jnp.asarray(LENGTHS)))
+    for array in args:
+        array[2] = np.nan
+    poisoned = np.array(run(*args, jnp.asarray(LENGTHS)))
+    others = [0, 1, 3]
+    np.testing.assert_array_equal(poisoned[others], clean[others])
+
+
+def test_large_scores_stay_finite():
+    q, *rest = inputs(4, 2)
+    run = jax.jit(functools.partial(block_attention, scale=1e3, causal=False))
+    assert np.isfinite(run(q, *rest, jnp.asarray(LENGTHS))).all()
