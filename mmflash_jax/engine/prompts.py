@@ -1,0 +1,274 @@
+"""From a request (text, images, chat messages or token ids) to a `Prompt` for the device.
+
+Everything that words depend on is the checkpoint's own: tokenizer, chat template, image processor.
+The target adds its image placeholder, its vocabulary and its rule of positions. Needs neither
+torch nor torchvision.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+import numpy as np
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from mmflash_jax.decode.records import PatchedImage, Prompt
+from mmflash_jax.engine.images import open_image
+
+Source = str | Path | bytes | Image.Image
+Message = Mapping[str, Any]
+
+
+class PromptError(ValueError):
+    """A request cannot be answered as it is; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request. Exactly one of `text` (with or without `images`), `messages` and `ids`.
+
+    id: the caller's own name for it.
+    text: one user message; `images` stand before it, in order.
+    messages: a whole chat in the chat template's form; each `{"type": "image"}` part takes the
+        next of `images`.
+    ids: a tokenised prompt, with one placeholder an image or with all of them.
+    images: files, file contents or PIL images.
+    max_tokens: most tokens to generate.
+    """
+
+    id: str = ""
+    text: str | None = None
+    messages: Sequence[Message] | None = None
+    ids: Sequence[int] | None = None
+    images: Sequence[Source] = ()
+    max_tokens: int = 256
+
+
+class PromptTarget(Protocol):
+    """What encoding asks of a target; `config` has `vocab_size` and `image_token_id`."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def prompt_positions(
+        self, ids: np.ndarray, grids: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, int]: ...
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Requests to prompts and generated ids to text, by one checkpoint's rules.
+
+    unsupported_ids: name and id of placeholders that no tower here can fill.
+    thinking: the chat template's `enable_thinking`; None leaves it to the template.
+    """
+
+    tokenizer: Any
+    image_processor: Any
+    target: PromptTarget
+    unsupported_ids: Mapping[str, int]
+    thinking: bool | None = None
+
+    @classmethod
+    def from_checkpoint(
+        cls, folder: str | Path, target: PromptTarget, *, thinking: bool | None = None
+    ) -> "PromptEncoder":
+        """The front end that lies beside a checkpoint's weights.
+
+        Raises:
+            PromptError: its image processor and its image tower cut patches differently.
+        """
+        folder = Path(folder)
+        # The PIL backend: torchvision's resizes differently and would need torch.
+        processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        config = json.loads((folder / "config.json").read_text())
+        _check_patches(processor, config.get("vision_config") or {})
+        names = ("video_token_id", "audio_token_id")
+        return cls(
+            tokenizer=AutoTokenizer.from_pretrained(folder),
+            image_processor=processor,
+            target=target,
+            unsupported_ids={name: config[name] for name in names if config.get(name) is not None},
+            thinking=thinking,
+        )
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a turn."""
+        return self.tokenizer.eos_token_id
+
+    def token_id(self, token: str) -> int:
+        """The id of one token, written as the tokenizer's table has it.
+
+        Raises:
+            PromptError: the tokenizer has no such token.
+        """
+        table = self.tokenizer.get_vocab()
+        if token not in table:
+            raise PromptError(f"the tokenizer has no token {token!r}")
+        return int(table[token])
+
+    def encode(self, request: Request) -> Prompt:
+        """The prompt of a request: text rendered, images cut into patches, positions set.
+
+        Raises:
+            PromptError: nothing to answer, images and placeholders differ in number, ids outside
+                the vocabulary, or the chat template refuses the messages.
+            ImageError: an image cannot be read.
+        """
+        if request.max_tokens < 1:
+            raise PromptError(f"max_tokens is {request.max_tokens}, must be at least 1")
+        ids = np.asarray(self._token_ids(request), np.int64)
+        if not ids.size:
+            raise PromptError("the prompt has no tokens")
+        # Counted before any image is decoded: a wrong request costs nothing.
+        runs = self._placeholders(ids, len(request.images), expanded=request.ids is not None)
+        images = tuple(self._patch(request.images, index) for index in range(len(request.images)))
+        ids = self._expand(ids, runs, images)
+        self._check_ids(ids)
+        is_media = ids == self.target.config.image_token_id
+        positions, shift = self.target.prompt_positions(ids, self._grids(images))
+        return Prompt(
+            ids=ids,
+            media_idx=np.where(is_media, np.cumsum(is_media) - 1, -1).astype(np.int32),
+            positions=positions,
+            rope_shift=int(shift),
+            images=images,
+            max_tokens=request.max_tokens,
+        )
+
+    def render(self, request: Request) -> str:
+        """The text that a request of `text` or `messages` stands for, template applied.
+
+        Raises:
+            PromptError: it is empty or the chat template refuses it.
+        """
+        messages = _messages(request)
+        options = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **options
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+            raise PromptError(f"the chat template refuses the messages: {error}") from None
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Text of generated ids, special tokens left out."""
+        return self.tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)
+
+    def _token_ids(self, request: Request) -> Sequence[int]:
+        if request.ids is None:
+            # The template writes every special token itself.
+            return self.tokenizer(self.render(request), add_special_tokens=False)["input_ids"]
+        if request.text is not None or request.messages is not None:
+            raise PromptError("a request holds ids or text or messages, not two of them")
+        return request.ids
+
+    def _placeholders(
+        self, ids: np.ndarray, images: int, *, expanded: bool
+    ) -> list[tuple[int, int]]:
+        """(start, count) of the placeholders of each image; counts above 1 if `expanded`."""
+        places = np.flatnonzero(ids == self.target.config.image_token_id)
+        if len(places) == images:
+            return [(int(place), 1) for place in places]
+        groups = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1) if len(places) else []
+        if expanded and len(groups) == images:
+            return [(int(group[0]), len(group)) for group in groups]
+        raise PromptError(
+            f"the prompt has {len(places)} image placeholders"
+            + (f" in {len(groups)} runs" if expanded else "")
+            + f" and the request has {images} images; each image needs one placeholder"
+        )
+
+    def _patch(self, sources: Sequence[Source], index: int) -> PatchedImage:
+        """Image `index` as the checkpoint's processor resizes, normalises and cuts it."""
+        source = sources[index]
+        name = str(source) if isinstance(source, str | Path) else f"image {index + 1}"
+        image = open_image(source, name=name)
+        try:
+            made = self.image_processor(images=[image], return_tensors="np")
+        except ValueError as error:
+            # The processor's own limits, such as the ratio of the sides.
+            raise PromptError(f"{name}: {image.width} x {image.height}: {error}") from None
+        _, rows, columns = (int(size) for size in made["image_grid_thw"][0])
+        return PatchedImage(
+            patches=np.asarray(made["pixel_values"], np.float32),
+            rows=rows,
+            columns=columns,
+            num_tokens=rows * columns // self.image_processor.merge_size**2,
+        )
+
+    def _grids(self, images: Sequence[PatchedImage]) -> list[tuple[int, int]]:
+        merge = self.image_processor.merge_size
+        return [(image.rows // merge, image.columns // merge) for image in images]
+
+    def _expand(
+        self, ids: np.ndarray, runs: list[tuple[int, int]], images: Sequence[PatchedImage]
+    ) -> np.ndarray:
+        """int32 ids with as many placeholders for each image as it takes tokens."""
+        repeats = np.ones(len(ids), np.int64)
+        for index, ((start, count), image) in enumerate(zip(runs, images, strict=True)):
+            if count == 1:
+                repeats[start] = image.num_tokens
+            elif count != image.num_tokens:
+                raise PromptError(
+                    f"image {index + 1} has {count} placeholders in ids and takes "
+                    f"{image.num_tokens} tokens"
+                )
+        return np.repeat(ids, repeats).astype(np.int32)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        vocabulary = self.target.config.vocab_size
+        # The placeholder may lie outside: media features take its place before any look-up.
+        text = ids[ids != self.target.config.image_token_id]
+        outside = text[(text < 0) | (text >= vocabulary)]
+        if outside.size:
+            raise PromptError(f"token id {outside[0]} is outside the vocabulary of {vocabulary}")
+        for name, id in self.unsupported_ids.items():
+            if (ids == id).any():
+                kind = name.removesuffix("_token_id")
+                raise PromptError(
+                    f"the prompt holds {kind} (token {id}); only images are supported"
+                )
+
+
+def _messages(request: Request) -> Sequence[Message]:
+    """The chat of a request that brings something to answer."""
+    if request.messages is not None and request.text is not None:
+        raise PromptError("a request holds ids or text or messages, not two of them")
+    messages = request.messages
+    if messages is None:
+        parts: list[Message] = [{"type": "image"} for _ in request.images]
+        if request.text:
+            parts.append({"type": "text", "text": request.text})
+        messages = [{"role": "user", "content": parts}]
+    if not any(_says_something(message.get("content")) for message in messages):
+        raise PromptError("the prompt is empty: it has neither text nor an image")
+    return messages
+
+
+def _says_something(content: Any) -> bool:
+    if isinstance(content, str):
+        return bool(content.strip())
+    if not isinstance(content, Sequence):
+        return False
+    return any(part.get("type") != "text" or str(part.get("text")).strip() for part in content)
+
+
+def _check_patches(processor: Any, vision: Mapping[str, Any]) -> None:
+    pairs = (
+        ("patch_size", "patch_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+        ("merge_size", "spatial_merge_size"),
+    )
+    for ours, theirs in pairs:
+        cut, seen = getattr(processor, ours, None), vision.get(theirs)
+        if cut != seen:
+            raise PromptError(
+                f"preprocessor_config.json: {ours} is {cut}, but config.json vision_config: "
+                f"{theirs} is {seen}"
+            )
