@@ -56,10 +56,29 @@ def prefill(
                 f"row {row}: {len(prompt.ids)} prompt tokens and max_tokens {prompt.max_tokens} "
                 f"do not fit a cache of {capacity} tokens"
             )
+    state = run_prompts(plan, params, prompts, capacity=capacity, chunk=chunk)
+    limit = np.array([0 if p is None else p.max_tokens for p in prompts], np.int32)
+    shift = np.array([0 if p is None else p.rope_shift for p in prompts], np.int32)
+    room = bucket(int(limit.max()), 16)
+    return _first_token(
+        plan, params, state.cache, state.draft, state.last, _lengths(prompts), limit, shift,
+        room=room,
+    )  # fmt: skip
+
+
+def run_prompts(
+    plan: Plan,
+    params: Params,
+    prompts: Sequence[Prompt | None],
+    *,
+    capacity: int,
+    chunk: int = CHUNK,
+) -> PrefillState:
+    """Caches after the prompts, and the hidden state of each prompt's last token."""
     media, first_row = encode_media(plan, params, prompts)
-    lengths = np.array([0 if p is None else len(p.ids) for p in prompts], np.int32)
+    lengths = _lengths(prompts)
     widths = chunk_widths(int(lengths.max()), widest=chunk)
-    ids, media_idx, positions = _pad(plan, prompts, first_row, sum(widths))
+    ids, media_idx, positions = pad_prompts(plan, prompts, first_row, sum(widths))
     state = _empty(plan, len(prompts), capacity)
     start = 0
     for width in widths:
@@ -69,12 +88,11 @@ def prefill(
             np.minimum(lengths, start), np.clip(lengths - start, 0, width),
         )  # fmt: skip
         start += width
-    limit = np.array([0 if p is None else p.max_tokens for p in prompts], np.int32)
-    shift = np.array([0 if p is None else p.rope_shift for p in prompts], np.int32)
-    room = bucket(int(limit.max()), 16)
-    return _first_token(
-        plan, params, state.cache, state.draft, state.last, lengths, limit, shift, room=room
-    )
+    return state
+
+
+def _lengths(prompts: Sequence[Prompt | None]) -> np.ndarray:
+    return np.array([0 if p is None else len(p.ids) for p in prompts], np.int32)
 
 
 def encode_media(
@@ -116,9 +134,10 @@ def _stack(images: Sequence[PatchedImage], size: int) -> tuple[np.ndarray, np.nd
     return patches, rows, columns
 
 
-def _pad(
+def pad_prompts(
     plan: Plan, prompts: Sequence[Prompt | None], first_row: list[list[int]], width: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids `[B, width]`, media rows `[B, width]` and rotary positions `[A, B, width]`."""
     batch = len(prompts)
     ids = np.zeros((batch, width), np.int32)
     media_idx = np.full((batch, width), -1, np.int32)
@@ -220,3 +239,16 @@ def _first_token(
     )
     decided = cut(start, first[:, None], zero + 1, plan.stop_ids)
     return dataclasses.replace(start, num_tokens=decided.count, reason=decided.reason)
+
+
+def extend(prompt: Prompt, known: Sequence[int]) -> Prompt:
+    """The prompt with tokens after it that are known already."""
+    count, length = len(known), len(prompt.ids)
+    index = np.arange(length, length + count, dtype=np.int32) + prompt.rope_shift
+    later = np.broadcast_to(index, (prompt.positions.shape[0], count))
+    return dataclasses.replace(
+        prompt,
+        ids=np.concatenate([prompt.ids, np.asarray(known, np.int32)]),
+        media_idx=np.concatenate([prompt.media_idx, np.full(count, -1, np.int32)]),
+        positions=np.concatenate([prompt.positions, later.astype(np.int32)], axis=1),
+    )

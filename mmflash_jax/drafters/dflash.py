@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.drafters.base import FitError, Heads, Proposal
+from mmflash_jax.drafters.dflash_config import Config, Layer
 from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
@@ -24,141 +25,7 @@ from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule
-from mmflash_jax.weights.hf_config import ConfigError, expect, require, rope_theta
 from pallas_kernels import block_attention
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layer:
-    """How one layer looks: `window` in tokens, the query included, or None for all."""
-
-    causal: bool
-    window: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The fields of a draft's `config.json` that decide the computation."""
-
-    hidden_size: int
-    target_hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    attention_bias: bool
-    rope_theta: float
-    vocab_size: int
-    layers: tuple[Layer, ...]
-    num_target_layers: int
-    target_layer_ids: tuple[int, ...]
-    mask_token_id: int
-    block_size: int
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
-        """From z-lab's layout, whose own keys sit in `dflash_config` or at top level.
-
-        Raises:
-            ConfigError: a field is missing, contradictory or asks for what is not implemented.
-        """
-        where = "draft config.json"
-        expect(config, where, hidden_act=["silu"], architectures=[["DFlashDraftModel"]])
-        _refuse_foreign_rotary(config, where)
-        names = [
-            "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "rms_norm_eps", "vocab_size", "num_target_layers",
-        ]  # fmt: skip
-        fields = {name: require(config, name, where) for name in names}
-        ids = _own(config, "target_layer_ids")
-        if ids is None:
-            layers = require(config, "num_hidden_layers", where)
-            ids = default_layer_ids(fields["num_target_layers"], layers)
-        mask = _own(config, "mask_token_id")
-        if isinstance(mask, bool) or not isinstance(mask, int):
-            raise ConfigError(f"{where}: mask_token_id is {mask!r}, expected a token id")
-        cap = _own(config, "final_logit_softcapping")
-        return cls(
-            **fields,
-            target_hidden_size=config.get("target_hidden_size") or fields["hidden_size"],
-            attention_bias=bool(config.get("attention_bias", False)),
-            rope_theta=rope_theta(config, where),
-            layers=_layers(config, where),
-            target_layer_ids=tuple(ids),
-            mask_token_id=mask,
-            block_size=int(_own(config, "block_size") or 16),
-            input_embedding_scale=float(_own(config, "input_embedding_scale") or 1.0),
-            output_multiplier=float(_own(config, "output_multiplier") or 1.0),
-            final_logit_softcapping=float(cap) if cap else None,
-        )
-
-
-def default_layer_ids(target_layers: int, count: int) -> list[int]:
-    """Target layers a draft reads when its config names none (z-lab's rule).
-
-    Spread from layer 1 to the fourth from the end, rounded half to even.
-    """
-    if count == 1:
-        return [target_layers // 2]
-    return [round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count)]
-
-
-def _own(config: Mapping[str, Any], name: str) -> Any:
-    """A DFlash key, in `dflash_config` or at top level; two different values are an error."""
-    nested, top = config.get("dflash_config", {}).get(name), config.get(name)
-    if nested is not None and top is not None and nested != top:
-        raise ConfigError(
-            f"draft config.json: {name} is {nested!r} in dflash_config but {top!r} at top level"
-        )
-    return top if nested is None else nested
-
-
-def _refuse_foreign_rotary(config: Mapping[str, Any], where: str) -> None:
-    """A draft rotates whole heads by token index; a target's rotary keys would change that."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
-        value = rope.get(name, config.get(name))
-        if value is not None and value != 1.0:
-            raise ConfigError(
-                f"{where}: {name} is {value!r}, but a DFlash draft uses plain 1-D rotary positions "
-                "over the whole head; it was copied from the target, remove it"
-            )
-
-
-def _layers(config: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
-    """Window and direction of each layer.
-
-    Direction: top-level `is_causal` before `dflash_config.causal` before the layer's kind
-    (sliding layers look back only, full ones both ways). `dflash_config.use_swa` makes every
-    layer a sliding one that looks both ways.
-    """
-    own = config.get("dflash_config", {})
-    count = require(config, "num_hidden_layers", where)
-    kinds = config.get("layer_types") or ["full_attention"] * count
-    if len(kinds) != count:
-        raise ConfigError(
-            f"{where}: layer_types has {len(kinds)} entries for num_hidden_layers {count}"
-        )
-    everywhere = own.get("use_swa", False)
-    forced = config.get("is_causal")
-    if forced is None:
-        forced = own.get("causal", False if everywhere else None)
-    layers = []
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ConfigError(f"{where}: layer_types holds {kind!r}")
-        sliding = everywhere or kind == "sliding_attention"
-        width = own.get("swa_window_size") if everywhere else None
-        width = width or config.get("sliding_window")
-        if sliding and not width:
-            raise ConfigError(f"{where}: a sliding layer needs sliding_window, it is {width!r}")
-        causal = sliding if forced is None else bool(forced)
-        layers.append(Layer(causal=causal, window=int(width) if sliding and width else None))
-    return tuple(layers)
 
 
 @jax.tree_util.register_dataclass
@@ -359,6 +226,14 @@ class DFlash:
             return tuple(jnp.zeros(shape, jnp.dtype(self.dtype)) for _ in c.layers)
 
         return DFlashState(k=empty(), v=empty())
+
+    def context_state(self, params: Params, features: Float[Array, "B T features"]) -> DFlashState:
+        """State of rows whose whole context is `features`, position 0 first: for training."""
+        start = jnp.zeros(features.shape[:1], jnp.int32)
+        rows = self.model(params).context(features, start)
+        return DFlashState(
+            k=tuple(k.swapaxes(1, 2) for k, _ in rows), v=tuple(v.swapaxes(1, 2) for _, v in rows)
+        )
 
     def absorb(
         self,

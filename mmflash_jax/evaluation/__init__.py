@@ -1,1 +1,1 @@
-
+"""Measures of acceptance, exactness and accuracy, and their reports."""

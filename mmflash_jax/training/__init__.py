@@ -1,1 +1,1 @@
-
+"""Draft training: data, features, objective, trainer."""

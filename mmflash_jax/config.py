@@ -1,0 +1,264 @@
+"""Every user-facing setting. Model architecture is not among them: it comes from checkpoints.
+
+Order of precedence: defaults here < the YAML file < command-line flags.
+"""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from mmflash_jax.weights.hf_config import ConfigError
+
+T = TypeVar("T")
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Batched generation: answer prompts, compare with plain decoding, report."""
+
+    target: str = "demo"
+    """Short name, local folder or hub id of the target."""
+    draft: str | None = None
+    """Folder or hub id of the draft, or "none". Default: what the short name brings."""
+    prompts: Path | None = None
+    """JSONL file of prompts. Default: the bundled sample prompts."""
+    output: Path | None = None
+    """JSONL file for the answers, one line a prompt, in order."""
+    report: Path | None = None
+    """JSON file for tau, acceptance, speed, parity and accuracy."""
+    max_tokens: int = 256
+    """Most tokens to generate for a prompt that names no limit of its own."""
+    max_length: int = 8192
+    """Most tokens of a row in the cache, prompt included."""
+    batch: int = 8
+    """Rows decoded at once."""
+    dtype: Dtype = "auto"
+    """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
+    plain: bool = True
+    """Also decode without the draft, for speed and parity."""
+    thinking: bool | None = None
+    """Let the model reason before it answers, or not. Default: what its chat template does."""
+    model_parallel: int = 1
+    """Devices over which the target's weights are split."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_tokens", "max_length", "batch", "model_parallel")
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """Geometry of a new draft. Width, vocabulary and layer count of the target are the target's."""
+
+    num_hidden_layers: int
+    """Draft layers."""
+    intermediate_size: int
+    """Width of the MLP."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key/value heads."""
+    head_dim: int
+    """Width of a head."""
+    mask_token: str
+    """The target's token that stands in masked slots; its embedding stays frozen."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """Target layers to read, 0-based. Default: five, spread by z-lab's rule."""
+    block_size: int = 16
+    """Tokens of a block, anchor included."""
+    rope_theta: float = 1e7
+    """Rotary base; positions are plain token indices."""
+    layer_types: tuple[str, ...] | None = None
+    """full_attention or sliding_attention for each layer. Default: all full."""
+    sliding_window: int | None = None
+    """Window of sliding layers in tokens, the query included."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "num_hidden_layers", "head_dim", "block_size")
+
+
+@dataclass(frozen=True)
+class ChartData:
+    """Prompts over charts drawn from the bundled tables; whole table slices are held out."""
+
+    kind: Literal["charts"] = "charts"
+    count: int = 1000
+    """Training prompts."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class JsonlData:
+    """Prompts of a JSONL file (`text`, `images`), as serve.py reads them."""
+
+    path: Path
+    kind: Literal["jsonl"] = "jsonl"
+    held_out: int = 64
+    """The last lines of the file, kept for evaluation."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """The target answers the prompts itself, greedily."""
+
+    batch: int = 32
+    """Rows answered at once."""
+    max_tokens: int = 256
+    """Most tokens of an answer; longer ones are cut and still used."""
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Cross-entropy over masked slots, weighted by position in the block."""
+
+    anchors: int = 32
+    """Blocks trained in each row and step."""
+    decay: float = 7.0
+    """Slot k weighs exp(-(k - 1) / decay): early slots decide whether later ones count."""
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    """AdamW with warm-up and cosine decay."""
+
+    steps: int = 1000
+    batch: int = 16
+    """Rows a step."""
+    learning_rate: float = 6e-4
+    warmup: float = 0.04
+    """Share of the steps with rising learning rate."""
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    """Largest gradient norm."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "batch", "learning_rate", "clip")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run of a draft."""
+
+    target: str
+    """Short name, local folder or hub id of the target."""
+    output: Path
+    """Folder for answers, metrics and the exported draft."""
+    draft: DraftShape
+    data: ChartData | JsonlData
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    row_length: int = 1024
+    """Tokens of a training row; longer prompt + answer rows are cut."""
+    eval_prompts: int = 64
+    """Held-out prompts decoded with the new draft at the end."""
+    log_every: int = 50
+    """Steps between metric lines."""
+    dtype: Dtype = "auto"
+    """Compute dtype; draft parameters and optimiser state are float32."""
+
+
+def _positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ConfigError(f"{name} is {value}, it must be positive")
+
+
+def find_config(name: str) -> Path:
+    """A config file by path, or by bare name in `configs/` beside the scripts.
+
+    Raises:
+        ConfigError: it is in neither place.
+    """
+    beside = Path(__file__).parent.parent / "configs" / name
+    for path in (Path(name), beside):
+        if path.is_file():
+            return path
+    known = sorted(p.name for p in beside.parent.glob("*.yaml"))
+    raise ConfigError(f"no config {name!r}; configs/ holds {', '.join(known) or 'none'}")
+
+
+def read_yaml(path: Path, kind: type[T]) -> T:
+    """Build the dataclass `kind` from a YAML file, strictly.
+
+    Raises:
+        ConfigError: unknown, missing or ill-typed fields, each by its dotted name.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    return build(kind, values, str(path))
+
+
+def build(kind: Any, value: Any, where: str) -> Any:
+    """`value` as `kind`: dataclasses, unions of them (by `kind`), tuples, literals and scalars."""
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(kind, value, where)
+    if origin in (typing.Union, types.UnionType):
+        return _build_union(typing.get_args(kind), value, where)
+    if origin is Literal:
+        if value not in typing.get_args(kind):
+            raise ConfigError(f"{where} is {value!r}, allowed: {list(typing.get_args(kind))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where} is {value!r}, expected a list")
+        inner = typing.get_args(kind)[0]
+        return tuple(build(inner, item, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        # YAML 1.1 reads 6e-4 as a string.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where} is {value!r}, expected {kind.__name__}")
+
+
+def _build_dataclass(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} is {value!r}, expected a mapping for {kind.__name__}")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(value) - set(fields))
+    if unknown:
+        raise ConfigError(f"{where}: unknown fields {unknown}; known are {sorted(fields)}")
+    missing = [
+        name
+        for name, f in fields.items()
+        if name not in value
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing fields {missing}")
+    built = {name: build(hints[name], item, f"{where}: {name}") for name, item in value.items()}
+    try:
+        return kind(**built)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _build_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    options = tuple(option for option in options if option is not type(None))
+    if len(options) == 1:
+        return build(options[0], value, where)
+    by_kind = {option.__dataclass_fields__["kind"].default: option for option in options}
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if kind not in by_kind:
+        raise ConfigError(f"{where}: kind is {kind!r}, allowed: {sorted(by_kind)}")
+    return build(by_kind[kind], value, where)

@@ -1,0 +1,84 @@
+"""Prompt files: one JSON object a line, bad lines reported and skipped."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmflash_jax.engine.prompts import Request
+
+_FIELDS = {
+    "id": (str, int),
+    "text": (str,),
+    "images": (list,),
+    "max_tokens": (int,),
+    "answer": (str,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a prompt file: a request or the reason why there is none.
+
+    where: file and line number, the beginning of every message about it.
+    answer: the expected answer, when the line brings one; no model ever sees it.
+    """
+
+    where: str
+    id: str
+    request: Request | None = None
+    answer: str | None = None
+    error: str | None = None
+
+
+def read_requests(path: Path, *, max_tokens: int, thinking: bool | None = None) -> list[Line]:
+    """Every line that is not blank, in order. Image paths are relative to the file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds no line at all.
+    """
+    lines = []
+    with path.open("rb") as stream:
+        for number, raw in enumerate(stream, start=1):
+            if raw.strip():
+                lines.append(_parse(raw, path, number, max_tokens, thinking))
+    if not lines:
+        raise ValueError(f"{path} holds no prompts")
+    return lines
+
+
+def _parse(raw: bytes, path: Path, number: int, max_tokens: int, thinking: bool | None) -> Line:
+    where, line_id = f"{path}:{number}", str(number)
+    try:
+        value = json.loads(raw)
+        if isinstance(value, dict) and isinstance(value.get("id"), (str, int)):
+            line_id = str(value["id"])
+        _check(value)
+    except (ValueError, UnicodeDecodeError) as error:
+        return Line(where=where, id=line_id, error=f"{where}: {error}")
+    request = Request(
+        id=line_id,
+        text=value.get("text", ""),
+        images=tuple(path.parent / name for name in value.get("images", ())),
+        max_tokens=value.get("max_tokens", max_tokens),
+        thinking=thinking,
+    )
+    return Line(where=where, id=line_id, request=request, answer=value.get("answer"))
+
+
+def _check(value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+    unknown = sorted(set(value) - set(_FIELDS))
+    if unknown:
+        raise ValueError(f"unknown fields {unknown}; known are {sorted(_FIELDS)}")
+    for name, item in value.items():
+        kinds = _FIELDS[name]
+        if not isinstance(item, kinds) or isinstance(item, bool):
+            raise ValueError(f"{name} is {item!r}, expected {kinds[0].__name__}")
+    bad = [name for name in value.get("images", ()) if not isinstance(name, str)]
+    if bad:
+        raise ValueError(f"images holds {bad[0]!r}, expected file names")
+    if value.get("max_tokens", 1) < 1:
+        raise ValueError(f"max_tokens is {value['max_tokens']}, it must be at least 1")

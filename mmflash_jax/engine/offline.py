@@ -1,0 +1,107 @@
+"""Answer a list of prompts in batches and measure it. Host side only."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from mmflash_jax.decode.buckets import bucket
+from mmflash_jax.decode.loop import decode
+from mmflash_jax.decode.prefill import prefill
+from mmflash_jax.decode.records import FINISH_REASONS, DecodeState, Plan, Prompt
+from mmflash_jax.layers.schema import Params
+
+MORE_THAN_ANY_ROW = np.int32(2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One answer.
+
+    token_ids: generated ids, a stop token included.
+    finish_reason: "stop" or "length".
+    steps: verify steps, the prefill's token takes none.
+    committed: int `[block]`, steps that committed index + 1 tokens.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    prompt_tokens: int
+    steps: int
+    committed: np.ndarray
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens committed per verify step, bonus included; None if no step was needed."""
+        return (len(self.token_ids) - 1) / self.steps if self.steps else None
+
+
+@dataclass
+class Timing:
+    """Seconds of decoding, without prefill and compilation, and the tokens they gave."""
+
+    decode_s: float = 0.0
+    tokens: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.decode_s if self.decode_s else 0.0
+
+
+@dataclass
+class Answers:
+    """Completions in the order of the prompts, and how long they took."""
+
+    completions: list[Completion] = field(default_factory=list)
+    timing: Timing = field(default_factory=Timing)
+
+
+def answer(
+    plan: Plan,
+    params: Params,
+    prompts: Sequence[Prompt],
+    *,
+    batch: int,
+    on_progress: Callable[[int], object] = lambda _: None,
+) -> Answers:
+    """Decode all prompts, `batch` at a time.
+
+    All batches share one cache size, so the loop compiles once. `on_progress` receives the number
+    of prompts answered since the last call.
+    """
+    answers = Answers()
+    if not prompts:
+        return answers
+    rows = min(batch, len(prompts))
+    capacity = bucket(max(len(p.ids) + p.max_tokens for p in prompts), 64)
+    for start in range(0, len(prompts), rows):
+        part = list(prompts[start : start + rows])
+        state = prefill(plan, params, part + [None] * (rows - len(part)), capacity=capacity)
+        # No steps: compiles the loop, so that the clock below sees decoding only.
+        state = jax.block_until_ready(decode(plan, params, state, np.int32(0)))
+        began = time.perf_counter()
+        state = jax.block_until_ready(decode(plan, params, state, MORE_THAN_ANY_ROW))
+        answers.timing.decode_s += time.perf_counter() - began
+        done = _completions(part, state)
+        # The first token of a row is prefill's work.
+        answers.timing.tokens += sum(len(completion.token_ids) - 1 for completion in done)
+        answers.completions += done
+        on_progress(len(part))
+    return answers
+
+
+def _completions(prompts: Sequence[Prompt], state: DecodeState) -> list[Completion]:
+    small = (state.tokens, state.num_tokens, state.reason, state.steps, state.committed)
+    tokens, counts, reasons, steps, committed = (np.asarray(x) for x in jax.device_get(small))
+    return [
+        Completion(
+            token_ids=tuple(int(id) for id in tokens[row, : counts[row]]),
+            finish_reason=FINISH_REASONS[int(reasons[row])],
+            prompt_tokens=len(prompt.ids),
+            steps=int(steps[row]),
+            committed=committed[row],
+        )
+        for row, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,222 @@
+"""The batch tool behind serve.py: answer a file of prompts, compare with plain decoding, report."""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from tqdm import tqdm
+
+from mmflash_jax.config import ServeConfig
+from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.demo.corpus import final_answer
+from mmflash_jax.drafters import NoDraft
+from mmflash_jax.engine.images import ImageError, open_image
+from mmflash_jax.engine.jsonl import Line, read_requests
+from mmflash_jax.engine.offline import Answers, Completion, answer
+from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
+from mmflash_jax.evaluation import report
+from mmflash_jax.evaluation.exactness import Parity, compare
+from mmflash_jax.layers.schema import Params
+from mmflash_jax.load import default_dtype, load_drafter, load_target, stop_ids
+from mmflash_jax.registry import DEMO, pair
+from mmflash_jax.sharding import make_mesh
+
+log = logging.getLogger(__name__)
+
+GREY = (128, 128, 128)
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded pair: plan, parameters and the front end of the target's checkpoint."""
+
+    plan: Plan
+    params: Params
+    encoder: PromptEncoder
+
+    @property
+    def plain(self) -> Plan:
+        """The same target without a draft."""
+        return Plan(self.plan.target, NoDraft(), self.plan.stop_ids)
+
+
+def load(config: ServeConfig) -> Session:
+    """Load target, draft and front end as `config` names them."""
+    dtype = default_dtype() if config.dtype == "auto" else config.dtype
+    folder, draft_folder = pair(config.target, config.draft)
+    mesh = make_mesh(config.model_parallel) if config.model_parallel > 1 else None
+    target, target_params = load_target(folder, dtype, mesh)
+    drafter, draft_params = NoDraft(), {}
+    if draft_folder is not None:
+        drafter, draft_params = load_drafter(draft_folder, target, dtype, mesh)
+    encoder = PromptEncoder.from_checkpoint(folder, target)
+    plan = Plan(target, drafter, stop_ids(folder, encoder.tokenizer.eos_token_id))
+    return Session(plan, {"target": target_params, "drafter": draft_params}, encoder)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A line that can be answered."""
+
+    line: Line
+    request: Request
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All runs over the same prompts: drafted, plain, and drafted over blanked images."""
+
+    drafted: Answers
+    plain: Answers | None
+    parity: Parity | None
+    blank: Answers | None
+
+
+def run(config: ServeConfig) -> int:
+    """Answer the prompts; returns the exit code: 1 if a line was bad or parity failed."""
+    path = config.prompts or DEMO / "samples" / "prompts.jsonl"
+    lines = read_requests(path, max_tokens=config.max_tokens, thinking=config.thinking)
+    session = load(config)
+    lines, jobs = prepare(session.encoder, lines, config.max_length)
+    outcome = decode_all(session, jobs, config)
+    texts = [session.encoder.decode(c.token_ids) for c in outcome.drafted.completions]
+    report.print_answers([job.line for job in jobs], texts, outcome.drafted, outcome.parity)
+    for line in lines:
+        if line.error:
+            log.error(line.error)
+    if config.output:
+        write_answers(config.output, lines, jobs, texts, outcome.drafted.completions)
+    expected = [job.line.answer for job in jobs]
+    figures = report.figures(
+        session.plan,
+        outcome.drafted,
+        outcome.plain,
+        outcome.parity,
+        accuracy=accuracy(texts, expected),
+        accuracy_blank=None
+        if outcome.blank is None
+        else accuracy(
+            [session.encoder.decode(c.token_ids) for c in outcome.blank.completions],
+            [job.line.answer for job in jobs if job.line.answer is not None and job.prompt.images],
+        ),
+    )
+    report.print_table(figures)
+    if config.report:
+        config.report.write_text(json.dumps(figures, indent=2) + "\n")
+    failed = any(line.error for line in lines) or figures["parity"] is False
+    return int(failed)
+
+
+def prepare(
+    encoder: PromptEncoder, lines: Sequence[Line], max_length: int
+) -> tuple[list[Line], list[Job]]:
+    """Encode every good line; lines that cannot be encoded get an error of their own."""
+    checked, jobs = [], []
+    for line in tqdm(lines, desc="encode", unit="prompt", disable=len(lines) < 32):
+        try:
+            if line.request is not None:
+                prompt = fit_to_cache(encoder.encode(line.request), max_length)
+                jobs.append(Job(line, line.request, prompt))
+        except (PromptError, ImageError) as error:
+            line = dataclasses.replace(line, error=f"{line.where}: {error}", request=None)
+        checked.append(line)
+    return checked, jobs
+
+
+def fit_to_cache(prompt: Prompt, max_length: int) -> Prompt:
+    """The prompt with `max_tokens` cut to what the cache holds after it.
+
+    Raises:
+        PromptError: not even one token can follow.
+    """
+    room = max_length - len(prompt.ids)
+    if room < 1:
+        raise PromptError(
+            f"the prompt has {len(prompt.ids)} tokens, the cache holds {max_length} with the "
+            "answer (raise --max-length)"
+        )
+    return dataclasses.replace(prompt, max_tokens=min(prompt.max_tokens, room))
+
+
+def decode_all(session: Session, jobs: Sequence[Job], config: ServeConfig) -> Outcome:
+    """Drafted answers, and the runs that they are compared with."""
+    prompts = [job.prompt for job in jobs]
+    drafted = _answer(session.plan, session.params, prompts, config.batch, "decode")
+    plain = parity = None
+    if config.plain:
+        plain = _answer(session.plain, session.params, prompts, config.batch, "decode plainly")
+        parity = compare(
+            session.plan, session.params, prompts, drafted.completions, plain.completions
+        )
+    graded = [job for job in jobs if job.line.answer is not None and job.prompt.images]
+    blank = None
+    if graded:
+        blanked = [session.encoder.encode(without_picture(job.request)) for job in graded]
+        fitted = [fit_to_cache(prompt, config.max_length) for prompt in blanked]
+        blank = _answer(session.plan, session.params, fitted, config.batch, "decode blanked")
+    return Outcome(drafted, plain, parity, blank)
+
+
+def _answer(
+    plan: Plan, params: Params, prompts: Sequence[Prompt], batch: int, title: str
+) -> Answers:
+    with tqdm(total=len(prompts), desc=title, unit="prompt") as bar:
+        return answer(plan, params, prompts, batch=batch, on_progress=bar.update)
+
+
+def without_picture(request: Request) -> Request:
+    """The same request with every image replaced by a grey one of its size."""
+    images = (open_image(image) for image in request.images)
+    grey = tuple(Image.new("RGB", image.size, GREY) for image in images)
+    return dataclasses.replace(request, images=grey)
+
+
+def accuracy(texts: Sequence[str], expected: Sequence[str | None]) -> float | None:
+    """Share of graded texts whose final answer is the expected one; None if none is graded."""
+    graded = [
+        final_answer(text) == wanted
+        for text, wanted in zip(texts, expected, strict=True)
+        if wanted is not None
+    ]
+    return sum(graded) / len(graded) if graded else None
+
+
+def write_answers(
+    path: Path,
+    lines: Sequence[Line],
+    jobs: Sequence[Job],
+    texts: Sequence[str],
+    completions: Sequence[Completion],
+) -> None:
+    """One JSON object for each line of the prompt file, in order; bad lines carry `error`."""
+    done = {job.line.where: (t, c) for job, t, c in zip(jobs, texts, completions, strict=True)}
+    with path.open("w") as stream:
+        for line in lines:
+            row: dict[str, Any] = {"id": line.id}
+            if line.error is not None:
+                row["error"] = line.error
+            else:
+                text, completion = done[line.where]
+                row |= _row(text, completion)
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _row(text: str, completion: Completion) -> dict[str, Any]:
+    generated = len(completion.token_ids)
+    return {
+        "text": text,
+        "token_ids": list(completion.token_ids),
+        "tau": completion.tau,
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": completion.prompt_tokens + generated,
+        },
+    }

@@ -1,0 +1,93 @@
+"""Are drafted ids those of plain decoding? If not, is every difference a numeric tie?
+
+A block pass and a one-token pass sum in different orders, so in bf16 a near-tie between the two
+best tokens can fall either way (docs/exactness.md). A difference is explained only if the gap of
+the two best logits there, recomputed in fp32, is below `TIE` of the logits' scale.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmflash_jax.decode.buckets import bucket
+from mmflash_jax.decode.prefill import extend, run_prompts
+from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.drafters import NoDraft
+from mmflash_jax.engine.offline import Completion
+from mmflash_jax.layers.schema import Params
+
+# Of the largest logit. bf16 keeps 8 bits, and a few layers of it move a logit by about 2^-6.
+TIE = {"float32": 1e-5, "bfloat16": 2.0**-6}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token at which a drafted answer left the plain one.
+
+    gap: distance of the two best fp32 logits there, as a share of the largest magnitude.
+    """
+
+    row: int
+    place: int
+    gap: float
+    explained: bool
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Comparison of two runs over the same prompts."""
+
+    equal: tuple[bool, ...]
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Every row equal, or different only at a numeric tie."""
+        return all(divergence.explained for divergence in self.divergences)
+
+
+def compare(
+    plan: Plan,
+    params: Params,
+    prompts: Sequence[Prompt],
+    drafted: Sequence[Completion],
+    plain: Sequence[Completion],
+) -> Parity:
+    """Compare ids row by row; differences are examined in fp32."""
+    equal = tuple(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True))
+    divergences = []
+    for row, same in enumerate(equal):
+        if same:
+            continue
+        place = _first_difference(drafted[row].token_ids, plain[row].token_ids)
+        gap, best = _two_best(plan, params, prompts[row], plain[row].token_ids[:place])
+        explained = (
+            gap <= TIE[plan.target.dtype] and set(drafted[row].token_ids[place:][:1]) <= best
+        )
+        divergences.append(Divergence(row, place, gap, explained))
+    return Parity(equal, tuple(divergences))
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(different, min(len(a), len(b)))
+
+
+def _two_best(
+    plan: Plan, params: Params, prompt: Prompt, known: Sequence[int]
+) -> tuple[float, set[int]]:
+    """Gap and ids of the two best fp32 logits after the prompt and `known` tokens."""
+    target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
+    plain = Plan(target, NoDraft(), plan.stop_ids)
+    longer = extend(prompt, known)
+    everything = {"target": wide, "drafter": {}}
+    state = run_prompts(plain, everything, [longer], capacity=bucket(len(longer.ids), 64))
+    logits = np.asarray(target.logits(wide, state.last))[0]
+    second, first = np.argsort(logits)[-2:]
+    gap = float((logits[first] - logits[second]) / np.abs(logits).max())
+    return gap, {int(first), int(second)}
