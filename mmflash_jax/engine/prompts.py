@@ -5,7 +5,6 @@ The target adds its image placeholder, its vocabulary and its rule of positions.
 torch nor torchvision.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 
 from mmflash_jax.decode.records import PatchedImage, Prompt
 from mmflash_jax.engine.images import open_image
+from mmflash_jax.weights.hf_config import read_json
 
 Source = str | Path | bytes | Image.Image
 Message = Mapping[str, Any]
@@ -80,16 +80,20 @@ class PromptEncoder:
         """The front end that lies beside a checkpoint's weights.
 
         Raises:
-            PromptError: its image processor and its image tower cut patches differently.
+            PromptError: it has no chat template, or its image processor and its image tower cut
+                patches differently.
         """
         folder = Path(folder)
         # The PIL backend: torchvision's resizes differently and would need torch.
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
-        config = json.loads((folder / "config.json").read_text())
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if tokenizer.chat_template is None:
+            raise PromptError(f"{folder} has no chat template (chat_template.jinja)")
+        config = read_json(folder / "config.json")
         _check_patches(processor, config.get("vision_config") or {})
         names = ("video_token_id", "audio_token_id")
         return cls(
-            tokenizer=AutoTokenizer.from_pretrained(folder),
+            tokenizer=tokenizer,
             image_processor=processor,
             target=target,
             unsupported_ids={name: config[name] for name in names if config.get(name) is not None},
@@ -122,14 +126,11 @@ class PromptEncoder:
         """
         if request.max_tokens < 1:
             raise PromptError(f"max_tokens is {request.max_tokens}, must be at least 1")
-        ids = np.asarray(self._token_ids(request), np.int64)
-        if not ids.size:
-            raise PromptError("the prompt has no tokens")
+        ids = self._checked(self._token_ids(request))
         # Counted before any image is decoded: a wrong request costs nothing.
         runs = self._placeholders(ids, len(request.images), expanded=request.ids is not None)
         images = tuple(self._patch(request.images, index) for index in range(len(request.images)))
         ids = self._expand(ids, runs, images)
-        self._check_ids(ids)
         is_media = ids == self.target.config.image_token_id
         positions, shift = self.target.prompt_positions(ids, self._grids(images))
         return Prompt(
@@ -209,7 +210,7 @@ class PromptEncoder:
     def _expand(
         self, ids: np.ndarray, runs: list[tuple[int, int]], images: Sequence[PatchedImage]
     ) -> np.ndarray:
-        """int32 ids with as many placeholders for each image as it takes tokens."""
+        """The ids with as many placeholders for each image as it takes tokens."""
         repeats = np.ones(len(ids), np.int64)
         for index, ((start, count), image) in enumerate(zip(runs, images, strict=True)):
             if count == 1:
@@ -219,21 +220,26 @@ class PromptEncoder:
                     f"image {index + 1} has {count} placeholders in ids and takes "
                     f"{image.num_tokens} tokens"
                 )
-        return np.repeat(ids, repeats).astype(np.int32)
+        return np.repeat(ids, repeats)
 
-    def _check_ids(self, ids: np.ndarray) -> None:
-        vocabulary = self.target.config.vocab_size
-        # The placeholder may lie outside: media features take its place before any look-up.
-        text = ids[ids != self.target.config.image_token_id]
-        outside = text[(text < 0) | (text >= vocabulary)]
-        if outside.size:
-            raise PromptError(f"token id {outside[0]} is outside the vocabulary of {vocabulary}")
-        for name, id in self.unsupported_ids.items():
-            if (ids == id).any():
-                kind = name.removesuffix("_token_id")
+    def _checked(self, ids: Sequence[int]) -> np.ndarray:
+        """The ids as int32, each one something that the target can look up or see."""
+        if not len(ids):
+            raise PromptError("the prompt has no tokens")
+        vocabulary, image_id = self.target.config.vocab_size, self.target.config.image_token_id
+        unsupported = {id: name for name, id in self.unsupported_ids.items()}
+        for id in ids:
+            if not isinstance(id, int | np.integer) or isinstance(id, bool):
+                raise PromptError(f"ids holds {id!r}, expected integers")
+            # The image placeholder may lie outside: features take its place before any look-up.
+            if not 0 <= id < vocabulary and id != image_id:
+                raise PromptError(f"token id {id} is outside the vocabulary of {vocabulary}")
+            if id in unsupported:
+                kind = unsupported[int(id)].removesuffix("_token_id")
                 raise PromptError(
                     f"the prompt holds {kind} (token {id}); only images are supported"
                 )
+        return np.asarray(ids, np.int32)
 
 
 def _messages(request: Request) -> Sequence[Message]:
@@ -246,6 +252,8 @@ def _messages(request: Request) -> Sequence[Message]:
         if request.text:
             parts.append({"type": "text", "text": request.text})
         messages = [{"role": "user", "content": parts}]
+    if not all(isinstance(message, Mapping) for message in messages):
+        raise PromptError("messages must be objects with a role and a content")
     if not any(_says_something(message.get("content")) for message in messages):
         raise PromptError("the prompt is empty: it has neither text nor an image")
     return messages
@@ -256,7 +264,8 @@ def _says_something(content: Any) -> bool:
         return bool(content.strip())
     if not isinstance(content, Sequence):
         return False
-    return any(part.get("type") != "text" or str(part.get("text")).strip() for part in content)
+    parts = [part for part in content if isinstance(part, Mapping)]
+    return any(part.get("type") != "text" or str(part.get("text")).strip() for part in parts)
 
 
 def _check_patches(processor: Any, vision: Mapping[str, Any]) -> None:
