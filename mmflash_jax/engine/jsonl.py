@@ -31,7 +31,7 @@ class Line:
     error: str | None = None
 
 
-def read_requests(path: Path, *, max_tokens: int, thinking: bool | None = None) -> list[Line]:
+def read_requests(path: Path, *, max_tokens: int) -> list[Line]:
     """Every line that is not blank, in order. Image paths are relative to the file.
 
     Raises:
@@ -42,13 +42,13 @@ def read_requests(path: Path, *, max_tokens: int, thinking: bool | None = None) 
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
             if raw.strip():
-                lines.append(_parse(raw, path, number, max_tokens, thinking))
+                lines.append(_parse(raw, path, number, max_tokens))
     if not lines:
         raise ValueError(f"{path} holds no prompts")
     return lines
 
 
-def _parse(raw: bytes, path: Path, number: int, max_tokens: int, thinking: bool | None) -> Line:
+def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
     where, line_id = f"{path}:{number}", str(number)
     try:
         value = json.loads(raw)
@@ -62,7 +62,6 @@ def _parse(raw: bytes, path: Path, number: int, max_tokens: int, thinking: bool 
         text=value.get("text", ""),
         images=tuple(path.parent / name for name in value.get("images", ())),
         max_tokens=value.get("max_tokens", max_tokens),
-        thinking=thinking,
     )
     return Line(where=where, id=line_id, request=request, answer=value.get("answer"))
 

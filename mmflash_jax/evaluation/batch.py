@@ -54,7 +54,7 @@ def load(config: ServeConfig) -> Session:
     drafter, draft_params = NoDraft(), {}
     if draft_folder is not None:
         drafter, draft_params = load_drafter(draft_folder, target, dtype, mesh)
-    encoder = PromptEncoder.from_checkpoint(folder, target)
+    encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
     plan = Plan(target, drafter, stop_ids(folder, encoder.tokenizer.eos_token_id))
     return Session(plan, {"target": target_params, "drafter": draft_params}, encoder)
 
@@ -81,7 +81,7 @@ class Outcome:
 def run(config: ServeConfig) -> int:
     """Answer the prompts; returns the exit code: 1 if a line was bad or parity failed."""
     path = config.prompts or DEMO / "samples" / "prompts.jsonl"
-    lines = read_requests(path, max_tokens=config.max_tokens, thinking=config.thinking)
+    lines = read_requests(path, max_tokens=config.max_tokens)
     session = load(config)
     lines, jobs = prepare(session.encoder, lines, config.max_length)
     outcome = decode_all(session, jobs, config)

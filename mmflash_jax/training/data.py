@@ -4,25 +4,34 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grain
+import numpy as np
 from PIL import Image
 
 from mmflash_jax.config import ChartData, JsonlData
+from mmflash_jax.decode.buckets import bucket
 from mmflash_jax.decode.prefill import extend
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.demo.corpus import sample_examples
 from mmflash_jax.engine.jsonl import read_requests
 from mmflash_jax.engine.prompts import Request
 
+Batch = dict[str, np.ndarray]
+
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt with the target's answer to it.
+    """A prompt with the target's answer to it, ready to be padded.
 
-    prompt: ids and positions of prompt and answer together.
+    ids, media_idx, positions: of prompt and answer together, as in `Prompt`.
+    media: features `[M, D]` of the prompt's images. The image tower is frozen, and features are
+        several times smaller than the patches they come from.
     prompt_len: tokens before the answer; only answer tokens are trained on.
     """
 
-    prompt: Prompt
+    ids: np.ndarray
+    media_idx: np.ndarray
+    positions: np.ndarray
+    media: np.ndarray
     prompt_len: int
 
 
@@ -65,18 +74,46 @@ def chart_requests(count: int, seed: int, max_tokens: int, *, held_out: bool) ->
     ]
 
 
-def make_row(prompt: Prompt, answer: Sequence[int], row_length: int) -> Row | None:
+def make_row(
+    prompt: Prompt, media: np.ndarray, answer: Sequence[int], row_length: int
+) -> Row | None:
     """A training row of at most `row_length` tokens; None if fewer than two answer tokens fit."""
     room = row_length - len(prompt.ids)
     if min(room, len(answer)) < 2:
         return None
-    return Row(extend(prompt, answer[:room]), len(prompt.ids))
+    whole = extend(prompt, answer[:room])
+    return Row(whole.ids, whole.media_idx, whole.positions, media, len(prompt.ids))
 
 
-def batches(rows: Sequence[Row], batch: int, seed: int) -> Iterator[list[Row]]:
-    """Endless batches, reshuffled every epoch."""
+def batches(rows: Sequence[Row], batch: int, width: int, seed: int) -> Iterator[Batch]:
+    """Endless padded batches, reshuffled every epoch, made ahead by a few threads."""
     if len(rows) < batch:
         raise ValueError(f"{len(rows)} training rows do not fill a batch of {batch}")
     order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat()
-    for indices in order.to_iter_dataset().batch(batch):
-        yield [rows[index] for index in indices]
+    ready = order.batch(batch).map(lambda chosen: collate([rows[i] for i in chosen], width))
+    yield from ready.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=8))
+
+
+def collate(rows: Sequence[Row], width: int) -> Batch:
+    """Pad rows on the right to `width`; media rows of all are stacked, padded to a bucket."""
+    axes = rows[0].positions.shape[0]
+    ids = np.zeros((len(rows), width), np.int32)
+    media_idx = np.full((len(rows), width), -1, np.int32)
+    positions = np.zeros((axes, len(rows), width), np.int32)
+    before = 0
+    for index, row in enumerate(rows):
+        length = len(row.ids)
+        ids[index, :length] = row.ids
+        media_idx[index, :length] = np.where(row.media_idx < 0, -1, row.media_idx + before)
+        positions[:, index, :length] = row.positions
+        before += len(row.media)
+    media = np.zeros((bucket(before, 64), rows[0].media.shape[1]), rows[0].media.dtype)
+    media[:before] = np.concatenate([row.media for row in rows])
+    return {
+        "ids": ids,
+        "media": media,
+        "media_idx": media_idx,
+        "positions": positions,
+        "prompt_len": np.array([row.prompt_len for row in rows], np.int32),
+        "total_len": np.array([len(row.ids) for row in rows], np.int32),
+    }

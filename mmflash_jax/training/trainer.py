@@ -19,8 +19,8 @@ import optax
 from jaxtyping import Array
 from tqdm import tqdm
 
-from mmflash_jax.config import DraftShape, GenerateConfig, OptimiserConfig, TrainConfig
-from mmflash_jax.decode.prefill import encode_media, pad_prompts
+from mmflash_jax.config import DraftShape, OptimiserConfig, TrainConfig
+from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.decode.step import borrow_heads
 from mmflash_jax.drafters import NoDraft
@@ -35,6 +35,7 @@ from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import default_dtype, load_target, stop_ids
 from mmflash_jax.registry import pair
 from mmflash_jax.targets import Target
+from mmflash_jax.training.answers import answers_of
 from mmflash_jax.training.blocks import sample_anchors
 from mmflash_jax.training.data import Row, batches, make_row, prompt_requests
 from mmflash_jax.training.objective import block_loss
@@ -42,6 +43,8 @@ from mmflash_jax.weights import export_params, write_checkpoint
 from mmflash_jax.weights.hf_config import ConfigError
 
 log = logging.getLogger(__name__)
+
+METRICS = ("loss", "accuracy", "kept", "grad_norm")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -55,8 +58,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
     learn, held_out = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
 
     prompts = [encoder.encode(request) for request in tqdm(learn, desc="encode", unit="prompt")]
-    answers = generate(plain, target_params, prompts, config.generate)
-    rows = [make_row(p, a, config.row_length) for p, a in zip(prompts, answers, strict=True)]
+    answers = answers_of(plain, target_params, prompts, config)
+    media = media_features(plain, target_params, prompts)
+    rows = [
+        make_row(*parts, config.row_length) for parts in zip(prompts, media, answers, strict=True)
+    ]
     kept = [row for row in rows if row is not None]
     log.info("%d of %d rows fit row_length %d", len(kept), len(rows), config.row_length)
 
@@ -65,6 +71,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     params = fit(plan, target_params, kept, config)
     tensors = export_params(drafter.weight_rules(), params)
     write_checkpoint(config.output / "draft", tensors, drafter.config.to_hf())
+    if not held_out:
+        return {}
     figures = evaluate(plan, target_params, params, [encoder.encode(r) for r in held_out], config)
     (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
     return figures
@@ -107,14 +115,24 @@ def _mask_id(encoder: PromptEncoder, token: str) -> int:
     return ids[0]
 
 
-def generate(
-    plan: Plan, target_params: Params, prompts: Sequence[Prompt], config: GenerateConfig
-) -> list[tuple[int, ...]]:
-    """The target's own greedy answers: a draft must foresee what the target really says."""
-    params = {"target": target_params, "drafter": {}}
-    with tqdm(total=len(prompts), desc="answer", unit="prompt") as bar:
-        answers = answer(plan, params, prompts, batch=config.batch, on_progress=bar.update)
-    return [completion.token_ids for completion in answers.completions]
+def media_features(
+    plan: Plan, target_params: Params, prompts: Sequence[Prompt]
+) -> list[np.ndarray]:
+    """Image features `[M, D]` of each prompt, on the host."""
+    params = {"target": target_params}
+    features = []
+    for start in tqdm(range(0, len(prompts), IMAGES_AT_ONCE), desc="images", unit="batch"):
+        part = prompts[start : start + IMAGES_AT_ONCE]
+        media, first_row = encode_media(plan, params, part)
+        empty = np.zeros((0, plan.target.config.hidden_size), jnp.dtype(plan.target.dtype))
+        host = empty if media is None else np.asarray(media)
+        for prompt, at in zip(part, first_row, strict=True):
+            pieces = [
+                host[row : row + image.num_tokens]
+                for row, image in zip(at, prompt.images, strict=True)
+            ]
+            features.append(np.concatenate([empty, *pieces]))
+    return features
 
 
 def fit(plan: Plan, target_params: Params, rows: Sequence[Row], config: TrainConfig) -> Params:
@@ -129,17 +147,16 @@ def fit(plan: Plan, target_params: Params, rows: Sequence[Row], config: TrainCon
         train_step, plan, transform, config.objective.anchors, config.objective.decay
     )
     path = config.output / "metrics.csv"
-    source = batches(rows, settings.batch, settings.seed)
+    source = batches(rows, settings.batch, config.row_length, settings.seed)
     with path.open("w", newline="") as stream:
         metrics_file = csv.writer(stream)
-        metrics_file.writerow(["step", "loss", "accuracy", "kept", "grad_norm", "seconds"])
+        metrics_file.writerow(["step", *METRICS, "seconds"])
         began = time.perf_counter()
         for number in tqdm(range(1, settings.steps + 1), desc="train", unit="step"):
-            batch = collate(plan, target_params, next(source), config.row_length)
             here = jax.random.fold_in(key, number)
-            params, optimiser, metrics = step(target_params, params, optimiser, batch, here)
+            params, optimiser, metrics = step(target_params, params, optimiser, next(source), here)
             if number % config.log_every == 0 or number == settings.steps:
-                values = {name: float(value) for name, value in metrics.items()}
+                values = {name: float(metrics[name]) for name in METRICS}
                 if not np.isfinite(values["loss"]):
                     raise FloatingPointError(f"loss is {values['loss']} at step {number}")
                 seconds = round(time.perf_counter() - began, 2)
@@ -159,22 +176,6 @@ def make_optimiser(settings: OptimiserConfig) -> optax.GradientTransformation:
         optax.clip_by_global_norm(settings.clip),
         optax.adamw(rate, weight_decay=settings.weight_decay),
     )
-
-
-def collate(plan: Plan, target_params: Params, rows: Sequence[Row], width: int) -> dict[str, Any]:
-    """Arrays of a batch; images are encoded here, since their sizes vary."""
-    prompts = [row.prompt for row in rows]
-    params = {"target": target_params}
-    media, first_row = encode_media(plan, params, prompts)
-    ids, media_idx, positions = pad_prompts(plan, prompts, first_row, width)
-    return {
-        "ids": ids,
-        "media": media,
-        "media_idx": media_idx,
-        "positions": positions,
-        "prompt_len": np.array([row.prompt_len for row in rows], np.int32),
-        "total_len": np.array([len(prompt.ids) for prompt in prompts], np.int32),
-    }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
