@@ -13,7 +13,10 @@ from typing import Any, Protocol
 import jinja2
 import numpy as np
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
+
+# Not from the package itself: transformers 5.17 hides the name there where torchvision is missing.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mmflash_jax.decode.records import PatchedImage, Prompt
 from mmflash_jax.engine.images import open_image

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from mmflash_jax.engine.images import ImageError
