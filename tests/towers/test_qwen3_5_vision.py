@@ -34,7 +34,7 @@ class Loaded:
         self.config = VisionConfig.from_hf(config)
         self.rules = weight_rules(self.config, path=())
         structure, abstract = abstract_module(
-            lambda rngs: VisionTower(self.config, dtype=dtype, rngs=rngs)
+            lambda rngs: VisionTower(self.config, dtype=jnp.dtype(dtype), rngs=rngs)
         )
         self.store = TensorStore(folder)
         self.params = import_params(self.rules, self.store, abstract, ignore=NOT_VISUAL)
