@@ -4,6 +4,7 @@ Order of precedence: defaults here < the YAML file < command-line flags.
 """
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -79,7 +80,12 @@ class DraftShape:
     """Window of sliding layers in tokens, the query included."""
 
     def __post_init__(self) -> None:
-        _positive(self, "num_hidden_layers", "head_dim", "block_size")
+        _positive(
+            self, "num_hidden_layers", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rope_theta", "sliding_window",
+        )  # fmt: skip
+        if self.block_size < 2:
+            raise ConfigError(f"block_size is {self.block_size}, it must be at least 2")
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,9 @@ class ChartData:
     """Training prompts."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        _positive(self, "count")
+
 
 @dataclass(frozen=True)
 class JsonlData:
@@ -100,6 +109,9 @@ class JsonlData:
     kind: Literal["jsonl"] = "jsonl"
     held_out: int = 64
     """The last lines of the file, kept for evaluation."""
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "held_out")
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,9 @@ class GenerateConfig:
     max_tokens: int = 256
     """Most tokens of an answer; longer ones are cut and still used."""
 
+    def __post_init__(self) -> None:
+        _positive(self, "batch", "max_tokens")
+
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
@@ -120,6 +135,9 @@ class ObjectiveConfig:
     """Blocks trained in each row and step."""
     decay: float = 7.0
     """Slot k weighs exp(-(k - 1) / decay): early slots decide whether later ones count."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "anchors", "decay")
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,9 @@ class OptimiserConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "batch", "learning_rate", "clip")
+        _not_negative(self, "weight_decay")
+        if not 0 <= self.warmup <= 1:
+            raise ConfigError(f"warmup is {self.warmup}, it must be a share from 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -160,8 +181,19 @@ class TrainConfig:
     """Held-out prompts decoded with the new draft at the end."""
     log_every: int = 50
     """Steps between metric lines."""
+    save_every: int = 1000
+    """Steps between exports of the draft so far."""
     dtype: Dtype = "auto"
     """Compute dtype; draft parameters and optimiser state are float32."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "row_length", "log_every")
+        _not_negative(self, "eval_prompts")
+        if self.objective.anchors > self.row_length:
+            raise ConfigError(
+                f"objective.anchors is {self.objective.anchors}, a row of row_length "
+                f"{self.row_length} does not hold as many"
+            )
 
 
 def _positive(config: Any, *names: str) -> None:
@@ -169,6 +201,12 @@ def _positive(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and value <= 0:
             raise ConfigError(f"{name} is {value}, it must be positive")
+
+
+def _not_negative(config: Any, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 0:
+            raise ConfigError(f"{name} is {getattr(config, name)}, it must not be negative")
 
 
 def find_config(name: str) -> Path:
@@ -189,17 +227,23 @@ def read_yaml(path: Path, kind: type[T]) -> T:
     """Build the dataclass `kind` from a YAML file, strictly.
 
     Raises:
-        ConfigError: unknown, missing or ill-typed fields, each by its dotted name.
+        ConfigError: unknown, missing or ill-typed fields, by file and dotted name.
     """
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    return build(kind, values, str(path))
+    try:
+        return build(kind, values, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def build(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`: dataclasses, unions of them (by `kind`), tuples, literals and scalars."""
+    """`value` as `kind`: dataclasses, unions of them (by `kind`), tuples, literals and scalars.
+
+    `where` is the dotted name of the value, empty for the whole file.
+    """
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(kind, value, where)
@@ -219,8 +263,9 @@ def build(kind: Any, value: Any, where: str) -> Any:
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         # YAML 1.1 reads 6e-4 as a string.
         try:
-            return float(value)
-        except ValueError:
+            if math.isfinite(float(value)):
+                return float(value)
+        except (ValueError, OverflowError):
             pass
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
@@ -229,26 +274,28 @@ def build(kind: Any, value: Any, where: str) -> Any:
 
 def _build_dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {value!r}, expected a mapping for {kind.__name__}")
+        name = where or "the file"
+        raise ConfigError(f"{name} is {value!r}, expected a mapping for {kind.__name__}")
+    prefix = f"{where}." if where else ""
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}
-    unknown = sorted(set(value) - set(fields))
+    unknown = [f"{prefix}{name}" for name in value if name not in fields]
     if unknown:
-        raise ConfigError(f"{where}: unknown fields {unknown}; known are {sorted(fields)}")
+        raise ConfigError(f"unknown fields {unknown}; known are {sorted(fields)}")
     missing = [
-        name
+        f"{prefix}{name}"
         for name, f in fields.items()
         if name not in value
         and f.default is dataclasses.MISSING
         and f.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise ConfigError(f"{where}: missing fields {missing}")
-    built = {name: build(hints[name], item, f"{where}: {name}") for name, item in value.items()}
+        raise ConfigError(f"missing fields {missing}")
+    built = {name: build(hints[name], item, prefix + name) for name, item in value.items()}
     try:
         return kind(**built)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(f"{prefix}{error}") from None
 
 
 def _build_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -260,5 +307,5 @@ def _build_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     by_kind = {option.__dataclass_fields__["kind"].default: option for option in options}
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind not in by_kind:
-        raise ConfigError(f"{where}: kind is {kind!r}, allowed: {sorted(by_kind)}")
+        raise ConfigError(f"{where}.kind is {kind!r}, allowed: {sorted(by_kind)}")
     return build(by_kind[kind], value, where)

@@ -4,6 +4,7 @@ A draft must foresee what its target really says, so it learns from nothing else
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mmflash_jax.config import TrainConfig
+from mmflash_jax.config import JsonlData, TrainConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.engine.offline import answer
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.weights.hf_config import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ def answers_of(
     """Greedy answers, read from `answers.jsonl` when that was made with the same settings.
 
     Raises:
-        ValueError: the file was made with other settings; it is left alone.
+        ConfigError: the file was made with other settings; it is left alone.
     """
     path = config.output / "answers.jsonl"
     header = _header(config)
@@ -46,9 +48,13 @@ def answers_of(
 
 
 def _header(config: TrainConfig) -> dict[str, Any]:
+    data = {k: str(v) for k, v in dataclasses.asdict(config.data).items()}
+    if isinstance(config.data, JsonlData):
+        # The same path may hold other prompts by now.
+        data["sha256"] = hashlib.sha256(config.data.path.read_bytes()).hexdigest()
     return {
         "target": config.target,
-        "data": {k: str(v) for k, v in dataclasses.asdict(config.data).items()},
+        "data": data,
         "max_tokens": config.generate.max_tokens,
         "sampling": "greedy",
     }
@@ -61,7 +67,7 @@ def _read(path: Path, header: dict[str, Any], count: int) -> list[tuple[int, ...
     if different or len(rest) != count:
         name = different[0] if different else "number of answers"
         values = (stored.get(name), header[name]) if different else (len(rest), count)
-        raise ValueError(
+        raise ConfigError(
             f"{path} was made with other settings: {name} is {values[0]!r} there and "
             f"{values[1]!r} in the config; remove the file to answer anew"
         )

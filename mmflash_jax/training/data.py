@@ -1,5 +1,6 @@
 """Training rows: prompts, the target's own answers to them, padded batches."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from mmflash_jax.decode.records import Prompt
 from mmflash_jax.demo.corpus import sample_examples
 from mmflash_jax.engine.jsonl import read_requests
 from mmflash_jax.engine.prompts import Request
+from mmflash_jax.weights.hf_config import ConfigError
 
 Batch = dict[str, np.ndarray]
 
@@ -41,7 +43,7 @@ def prompt_requests(
     """Training requests and `held_out` evaluation requests, which share no chart or line.
 
     Raises:
-        ValueError: a line of the file is bad; training does not start on half its data.
+        ConfigError: a line of the file is bad; training does not start on half its data.
     """
     if isinstance(data, ChartData):
         return (
@@ -51,10 +53,15 @@ def prompt_requests(
     lines = read_requests(data.path, max_tokens=max_tokens)
     bad = [str(line.error) for line in lines if line.error is not None]
     if bad:
-        raise ValueError("\n".join(bad))
-    requests = [line.request for line in lines if line.request is not None]
+        raise ConfigError("\n".join(bad))
+    # A line may ask for less than the run does, not for more.
+    requests = [
+        dataclasses.replace(line.request, max_tokens=min(line.request.max_tokens, max_tokens))
+        for line in lines
+        if line.request is not None
+    ]
     if data.held_out >= len(requests):
-        raise ValueError(
+        raise ConfigError(
             f"data: held_out is {data.held_out}, but {data.path} holds {len(requests)} prompts"
         )
     split = len(requests) - data.held_out
@@ -88,7 +95,7 @@ def make_row(
 def batches(rows: Sequence[Row], batch: int, width: int, seed: int) -> Iterator[Batch]:
     """Endless padded batches, reshuffled every epoch, made ahead by a few threads."""
     if len(rows) < batch:
-        raise ValueError(f"{len(rows)} training rows do not fill a batch of {batch}")
+        raise ConfigError(f"{len(rows)} training rows do not fill an optimiser.batch of {batch}")
     order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat()
     ready = order.batch(batch).map(lambda chosen: collate([rows[i] for i in chosen], width))
     yield from ready.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=8))
