@@ -5,18 +5,10 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 import tyro
 
 from mmflash_jax.config import TrainConfig, find_config, read_yaml
-from mmflash_jax.registry import CheckpointNotFoundError
-from mmflash_jax.training.trainer import train
-from mmflash_jax.weights import WeightsError
-from mmflash_jax.weights.hf_config import ConfigError
-
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mmflash-jax"
 
 
 @dataclass(frozen=True)
@@ -29,11 +21,18 @@ class Arguments:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
+    arguments = tyro.cli(Arguments, description=__doc__)
+    # Tokenizers and image processors need no PyTorch, whose absence transformers would announce.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        arguments = tyro.cli(Arguments, description=__doc__)
-        figures = train(read_yaml(find_config(arguments.config), TrainConfig))
-    except (CheckpointNotFoundError, ConfigError, WeightsError, OSError, ValueError) as error:
+        config = read_yaml(find_config(arguments.config), TrainConfig)
+        # Imported after the config is read, so that a wrong one is refused at once.
+        from mmflash_jax.compilation import keep_compiled_programs
+        from mmflash_jax.training.trainer import train
+
+        keep_compiled_programs()
+        figures = train(config)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(figures, indent=2))

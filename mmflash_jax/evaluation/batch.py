@@ -14,7 +14,7 @@ from tqdm import tqdm
 from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.demo.corpus import final_answer
-from mmflash_jax.drafters import NoDraft
+from mmflash_jax.drafters import DFlash, NoDraft
 from mmflash_jax.engine.images import ImageError, open_image
 from mmflash_jax.engine.jsonl import Line, read_requests
 from mmflash_jax.engine.offline import Answers, Completion, answer
@@ -22,7 +22,7 @@ from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.exactness import Parity, compare
 from mmflash_jax.layers.schema import Params
-from mmflash_jax.load import default_dtype, load_drafter, load_target, stop_ids
+from mmflash_jax.load import default_dtype, load_drafter, load_target, stop_ids, warn_of_ordinary_mask
 from mmflash_jax.registry import DEMO, pair
 from mmflash_jax.sharding import make_mesh
 
@@ -55,7 +55,9 @@ def load(config: ServeConfig) -> Session:
     if draft_folder is not None:
         drafter, draft_params = load_drafter(draft_folder, target, dtype, mesh)
     encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
-    plan = Plan(target, drafter, stop_ids(folder, encoder.tokenizer.eos_token_id))
+    if isinstance(drafter, DFlash):
+        warn_of_ordinary_mask(drafter, encoder.tokenizer)
+    plan = Plan(target, drafter, stop_ids(folder, encoder.eos_id))
     return Session(plan, {"target": target_params, "drafter": draft_params}, encoder)
 
 
@@ -80,6 +82,7 @@ class Outcome:
 
 def run(config: ServeConfig) -> int:
     """Answer the prompts; returns the exit code: 1 if a line was bad or parity failed."""
+    _check_writable(config.output, config.report)
     path = config.prompts or DEMO / "samples" / "prompts.jsonl"
     lines = read_requests(path, max_tokens=config.max_tokens)
     session = load(config)
@@ -111,6 +114,13 @@ def run(config: ServeConfig) -> int:
         config.report.write_text(json.dumps(figures, indent=2) + "\n")
     failed = any(line.error for line in lines) or figures["parity"] is False
     return int(failed)
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Fail before the work and not after it."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.parent}")
 
 
 def prepare(
@@ -180,7 +190,7 @@ def without_picture(request: Request) -> Request:
 def accuracy(texts: Sequence[str], expected: Sequence[str | None]) -> float | None:
     """Share of graded texts whose final answer is the expected one; None if none is graded."""
     graded = [
-        final_answer(text) == wanted
+        final_answer(text) == wanted.strip()
         for text, wanted in zip(texts, expected, strict=True)
         if wanted is not None
     ]
@@ -196,7 +206,7 @@ def write_answers(
 ) -> None:
     """One JSON object for each line of the prompt file, in order; bad lines carry `error`."""
     done = {job.line.where: (t, c) for job, t, c in zip(jobs, texts, completions, strict=True)}
-    with path.open("w") as stream:
+    with path.open("w", encoding="utf-8") as stream:
         for line in lines:
             row: dict[str, Any] = {"id": line.id}
             if line.error is not None:

@@ -1,8 +1,9 @@
 """Are drafted ids those of plain decoding? If not, is every difference a numeric tie?
 
 A block pass and a one-token pass sum in different orders, so in bf16 a near-tie between the two
-best tokens can fall either way (docs/exactness.md). A difference is explained only if the gap of
-the two best logits there, recomputed in fp32, is below `TIE` of the logits' scale.
+best tokens can fall either way (docs/exactness.md). A difference is explained only if both ids have
+logits there, recomputed in fp32, within `TIE` of the logits' scale of the best one; the gap of the
+two best is then no wider.
 """
 
 import dataclasses
@@ -28,12 +29,13 @@ TIE = {"float32": 1e-5, "bfloat16": 2.0**-6}
 class Divergence:
     """The first token at which a drafted answer left the plain one.
 
-    gap: distance of the two best fp32 logits there, as a share of the largest magnitude.
+    gap: how far the lower of the two ids' fp32 logits is under the best one, as a share of the
+        largest magnitude; None where one of the answers has ended.
     """
 
     row: int
     place: int
-    gap: float
+    gap: float | None
     explained: bool
 
 
@@ -64,10 +66,11 @@ def compare(
         if same:
             continue
         place = _first_difference(drafted[row].token_ids, plain[row].token_ids)
-        gap, best = _two_best(plan, params, prompts[row], plain[row].token_ids[:place])
-        explained = (
-            gap <= TIE[plan.target.dtype] and set(drafted[row].token_ids[place:][:1]) <= best
-        )
+        here = [*drafted[row].token_ids[place:][:1], *plain[row].token_ids[place:][:1]]
+        known = plain[row].token_ids[:place]
+        # Answers that differ in length alone have one id here, which is no tie.
+        gap = _gap(plan, params, prompts[row], known, here) if len(here) == 2 else None
+        explained = gap is not None and gap <= TIE[plan.target.dtype]
         divergences.append(Divergence(row, place, gap, explained))
     return Parity(equal, tuple(divergences))
 
@@ -77,10 +80,10 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next(different, min(len(a), len(b)))
 
 
-def _two_best(
-    plan: Plan, params: Params, prompt: Prompt, known: Sequence[int]
-) -> tuple[float, set[int]]:
-    """Gap and ids of the two best fp32 logits after the prompt and `known` tokens."""
+def _gap(
+    plan: Plan, params: Params, prompt: Prompt, known: Sequence[int], ids: Sequence[int]
+) -> float:
+    """Distance of the lowest of `ids` to the best id after the prompt and `known` tokens."""
     target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
     plain = Plan(target, NoDraft(), plan.stop_ids)
@@ -88,6 +91,4 @@ def _two_best(
     everything = {"target": wide, "drafter": {}}
     state = run_prompts(plain, everything, [longer], capacity=bucket(len(longer.ids), 64))
     logits = np.asarray(target.logits(wide, state.last))[0]
-    second, first = np.argsort(logits)[-2:]
-    gap = float((logits[first] - logits[second]) / np.abs(logits).max())
-    return gap, {int(first), int(second)}
+    return float((logits.max() - logits[list(ids)].min()) / np.abs(logits).max())

@@ -97,10 +97,9 @@ def _verdict(parity: Parity, row: int) -> str:
         return " · ids equal plain decoding"
     divergence = next(d for d in parity.divergences if d.row == row)
     kind = "a numeric tie" if divergence.explained else "NOT A TIE"
-    return (
-        f" · ids differ from plain decoding at token {divergence.place}: {kind}, "
-        f"fp32 gap {divergence.gap:.1e} of scale"
-    )
+    gap = divergence.gap
+    size = "one answer ends" if gap is None else f"fp32 gap {gap:.1e} of scale"
+    return f" · ids differ from plain decoding at token {divergence.place}: {kind}, {size}"
 
 
 def print_table(figures: dict[str, Any]) -> None:

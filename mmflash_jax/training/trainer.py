@@ -40,7 +40,6 @@ from mmflash_jax.training.blocks import sample_anchors
 from mmflash_jax.training.data import Row, batches, make_row, prompt_requests
 from mmflash_jax.training.objective import block_loss
 from mmflash_jax.weights import export_params, write_checkpoint
-from mmflash_jax.weights.hf_config import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     drafter = DFlash(draft_config(config.draft, target, encoder), dtype)
     drafter.check_fit(target.config)
     warn_of_ordinary_mask(drafter, encoder.tokenizer)
-    plain = Plan(target, NoDraft(), stop_ids(folder, encoder.tokenizer.eos_token_id))
+    plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id))
     learn, held_out = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
 
     prompts = [encoder.encode(request) for request in tqdm(learn, desc="encode", unit="prompt")]
@@ -102,18 +101,11 @@ def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> D
             "sliding_window": shape.sliding_window,
             "dflash_config": {
                 "target_layer_ids": list(ids),
-                "mask_token_id": _mask_id(encoder, shape.mask_token),
+                "mask_token_id": encoder.token_id(shape.mask_token),
                 "block_size": shape.block_size,
             },
         }
     )
-
-
-def _mask_id(encoder: PromptEncoder, token: str) -> int:
-    ids = encoder.tokenizer.encode(token, add_special_tokens=False)
-    if len(ids) != 1:
-        raise ConfigError(f"draft: mask_token {token!r} is {len(ids)} tokens of the target, not 1")
-    return ids[0]
 
 
 def media_features(

@@ -1,0 +1,13 @@
+"""Keeping compiled programs between runs."""
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def keep_compiled_programs() -> None:
+    """Store compiled programs under the user's cache folder, so that a second start is quick."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    jax.config.update("jax_compilation_cache_dir", str(cache / "mmflash-jax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
