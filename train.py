@@ -32,11 +32,11 @@ def main() -> int:
 
         keep_compiled_programs()
         figures = train(config)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(figures, indent=2))
-    return 0
+    return 0 if figures.get("parity", True) else 1
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ class TrainConfig:
     """Compute dtype; draft parameters and optimiser state are float32."""
 
     def __post_init__(self) -> None:
-        _positive(self, "row_length", "log_every")
+        _positive(self, "row_length", "log_every", "save_every")
         _not_negative(self, "eval_prompts")
         if self.objective.anchors > self.row_length:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """From checkpoint folders to plans and parameters."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from mmflash_jax.sharding import sharding_by_rules
 from mmflash_jax.targets import TARGETS, Target
 from mmflash_jax.weights import TensorStore, import_params
 from mmflash_jax.weights.hf_config import ConfigError, read_json, require
+
+log = logging.getLogger(__name__)
 
 
 def default_dtype() -> str:
@@ -67,6 +70,18 @@ def load_drafter(
         sharding=sharding_by_rules((), mesh),
     )
     return drafter, params
+
+
+def warn_of_ordinary_mask(drafter: DFlash, tokenizer: Any) -> None:
+    """Warn if the draft's masked slots carry a token that ordinary text holds too.
+
+    The draft could not tell such a slot from a known token. An added token, or a row that the
+    tokenizer does not use, is what a mask should be.
+    """
+    mask = drafter.config.mask_token_id
+    if mask < len(tokenizer) and mask not in tokenizer.added_tokens_decoder:
+        token = tokenizer.convert_ids_to_tokens(mask)
+        log.warning("the draft's mask_token_id %d is %r, a token of ordinary text", mask, token)
 
 
 def stop_ids(folder: Path, *more: int | None) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmflash_jax.engine.prompts import Request
+from mmflash_jax.engine.prompts import PromptError, Request
 
 _FIELDS = {
     "id": (str, int),
@@ -36,7 +36,7 @@ def read_requests(path: Path, *, max_tokens: int) -> list[Line]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it holds no line at all.
+        PromptError: it holds no line at all.
     """
     lines = []
     with path.open("rb") as stream:
@@ -44,18 +44,18 @@ def read_requests(path: Path, *, max_tokens: int) -> list[Line]:
             if raw.strip():
                 lines.append(_parse(raw, path, number, max_tokens))
     if not lines:
-        raise ValueError(f"{path} holds no prompts")
+        raise PromptError(f"{path} holds no prompts")
     return lines
 
 
 def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
     where, line_id = f"{path}:{number}", str(number)
     try:
-        value = json.loads(raw)
+        value = _decode(raw)
         if isinstance(value, dict) and isinstance(value.get("id"), (str, int)):
             line_id = str(value["id"])
         _check(value)
-    except (ValueError, UnicodeDecodeError) as error:
+    except ValueError as error:
         return Line(where=where, id=line_id, error=f"{where}: {error}")
     request = Request(
         id=line_id,
@@ -64,6 +64,20 @@ def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
         max_tokens=value.get("max_tokens", max_tokens),
     )
     return Line(where=where, id=line_id, request=request, answer=value.get("answer"))
+
+
+def _decode(raw: bytes) -> Any:
+    try:
+        value = json.loads(raw)
+        # "\\ud800" is JSON, but half a character can be neither tokenised nor written.
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON, {error.msg} at column {error.colno}") from None
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise ValueError(f"not valid UTF-8 text, {error.reason}") from None
+    except RecursionError:
+        raise ValueError("not valid JSON, too deeply nested") from None
+    return value
 
 
 def _check(value: Any) -> None:

@@ -22,7 +22,13 @@ from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.exactness import Parity, compare
 from mmflash_jax.layers.schema import Params
-from mmflash_jax.load import default_dtype, load_drafter, load_target, stop_ids, warn_of_ordinary_mask
+from mmflash_jax.load import (
+    default_dtype,
+    load_drafter,
+    load_target,
+    stop_ids,
+    warn_of_ordinary_mask,
+)
 from mmflash_jax.registry import DEMO, pair
 from mmflash_jax.sharding import make_mesh
 
