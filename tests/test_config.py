@@ -1,0 +1,202 @@
+"""Configs: every shipped YAML loads, and each mistake is named by file and dotted field."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mmflash_jax.config import (
+    ChartData,
+    JsonlData,
+    ServeConfig,
+    TrainConfig,
+    build,
+    find_config,
+    read_yaml,
+)
+from mmflash_jax.weights.hf_config import ConfigError
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+SMALLEST = """\
+target: demo
+output: runs/x
+draft:
+  num_hidden_layers: 1
+  intermediate_size: 64
+  num_attention_heads: 2
+  num_key_value_heads: 1
+  head_dim: 16
+  mask_token: <|mask|>
+data: {kind: charts}
+"""
+
+
+def train_config(tmp_path: Path, text: str) -> TrainConfig:
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return read_yaml(path, TrainConfig)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_config_loads(path):
+    config = read_yaml(find_config(path.name), TrainConfig)
+    assert config.draft.mask_token
+
+
+def test_the_demo_config_resolves_to_these_values():
+    """Values of the run that made the shipped draft; a change of a default would show here."""
+    config = read_yaml(find_config("demo_qwen35.yaml"), TrainConfig)
+    values = dataclasses.asdict(config)
+    assert values["target"] == "demo"
+    assert values["draft"]["block_size"] == 16
+    assert values["draft"]["target_layer_ids"] is None
+    assert values["draft"]["sliding_window"] is None
+    assert values["data"]["kind"] == "charts"
+    assert values["objective"] == {"anchors": 32, "decay": 7.0}
+    assert values["optimiser"]["warmup"] == 0.04
+    assert values["optimiser"]["weight_decay"] == 0.01
+    assert values["optimiser"]["clip"] == 1.0
+    assert values["dtype"] == "auto"
+
+
+def test_defaults_fill_what_a_file_leaves_out(tmp_path):
+    config = train_config(tmp_path, SMALLEST)
+    assert config.output == Path("runs/x")
+    assert config.data == ChartData(count=1000, seed=0)
+    assert config.optimiser.steps == 1000
+    assert config.draft.layer_types is None
+
+
+def test_a_union_is_chosen_by_kind(tmp_path):
+    text = SMALLEST.replace("{kind: charts}", "{kind: jsonl, path: p.jsonl, held_out: 3}")
+    assert train_config(tmp_path, text).data == JsonlData(path=Path("p.jsonl"), held_out=3)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("6e-4", 6e-4), ("6.0e-4", 6e-4), ("1", 1.0), ("'0.5'", 0.5)]
+)
+def test_floats_may_be_written_as_yaml_1_1_misreads_them(tmp_path, written, value):
+    config = train_config(tmp_path, SMALLEST + f"optimiser: {{learning_rate: {written}}}\n")
+    assert config.optimiser.learning_rate == value
+    assert isinstance(config.optimiser.learning_rate, float)
+
+
+def test_lists_become_tuples(tmp_path):
+    text = SMALLEST.replace(
+        "  head_dim: 16\n",
+        "  head_dim: 16\n  target_layer_ids: [1, 5]\n  layer_types: [sliding_attention]\n",
+    )
+    draft = train_config(tmp_path, text).draft
+    assert draft.target_layer_ids == (1, 5)
+    assert draft.layer_types == ("sliding_attention",)
+    # Plans are static arguments of compiled functions.
+    assert hash(draft) == hash(dataclasses.replace(draft))
+
+
+MISTAKES = {
+    "typing error in a field": ("generat: {batch: 3}", r"unknown fields \['generat'\]; known are"),
+    "unknown nested field": (
+        "optimiser: {step: 3}",
+        r"unknown fields \['optimiser.step'\].*'steps'",
+    ),
+    "a string for a number": ("optimiser: {steps: many}", "optimiser.steps is 'many', expected in"),
+    "a fraction for a count": ("optimiser: {steps: 1.5}", "optimiser.steps is 1.5, expected int"),
+    "a flag for a count": ("optimiser: {steps: true}", "optimiser.steps is True, expected int"),
+    "a flag for a float": ("objective: {decay: true}", "objective.decay is True, expected float"),
+    "no number": ("objective: {decay: .nan}", "objective.decay is nan, expected float"),
+    "a word for a float": ("objective: {decay: slow}", "objective.decay is 'slow', expected float"),
+    "a number for a word": ("dtype: 16", "dtype is 16, allowed: .*'bfloat16'"),
+    "a list for a mapping": ("generate: [1]", r"generate is \[1\], expected a mapping for Gen"),
+    "nothing for a mapping": ("generate:", "generate is None, expected a mapping"),
+    "not positive": ("optimiser: {batch: 0}", "optimiser.batch is 0, it must be positive"),
+    "no log": ("log_every: 0", "log_every is 0, it must be positive"),
+    "negative": ("eval_prompts: -1", "eval_prompts is -1, it must not be negative"),
+    "no share": ("optimiser: {warmup: 4}", "optimiser.warmup is 4.0, it must be a share"),
+    "more anchors than tokens": (
+        "objective: {anchors: 65}\nrow_length: 64",
+        "objective.anchors is 65, a row of row_length 64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("added", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_names_file_field_and_value(tmp_path, added, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        train_config(tmp_path, SMALLEST + added + "\n")
+    assert str(error.value).startswith(f"{tmp_path / 'run.yaml'}: ")
+
+
+REPLACED = {
+    "missing": ("target: demo\n", "", r"missing fields \['target'\]"),
+    "missing inside": ("  head_dim: 16\n", "", r"missing fields \['draft.head_dim'\]"),
+    "null for a required number": (
+        "head_dim: 16", "head_dim: null", "draft.head_dim is None, expected int",
+    ),
+    "a scalar for a list": (
+        "head_dim: 16", "head_dim: 16\n  target_layer_ids: 3",
+        "draft.target_layer_ids is 3, expected a list",
+    ),
+    "a word in a list": (
+        "head_dim: 16", "head_dim: 16\n  target_layer_ids: [1, x]",
+        r"draft.target_layer_ids\[1\] is 'x', expected int",
+    ),
+    "a block of one": (
+        "head_dim: 16", "head_dim: 16\n  block_size: 1", "draft.block_size is 1, it must be at le",
+    ),
+    "unknown kind": ("kind: charts", "kind: plots", r"data.kind is 'plots', allowed: \['charts',"),
+    "no kind": ("{kind: charts}", "{count: 3}", "data.kind is None"),
+    "a field of the other kind": (
+        "{kind: charts}", "{kind: charts, path: x}", r"unknown fields \['data.path'\]",
+    ),
+    "a kind without its fields": ("kind: charts", "kind: jsonl", r"missing fields \['data.path'\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "message"), REPLACED.values(), ids=REPLACED.keys())
+def test_a_replaced_field_is_named(tmp_path, old, new, message):
+    with pytest.raises(ConfigError, match=message):
+        train_config(tmp_path, SMALLEST.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file is None, expected a mapping for TrainConfig"),
+        ("- a\n", r"the file is \['a'\], expected a mapping"),
+        ("target: [demo\n", "is not valid YAML"),
+        ("a: \x00\n", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        train_config(tmp_path, text)
+
+
+def test_a_wrong_name_lists_the_known_ones(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("demo_qwen35.yaml") == CONFIGS / "demo_qwen35.yaml"
+    with pytest.raises(ConfigError, match=r"no config 'demo.yaml'.*holds demo_qwen35.yaml"):
+        find_config("demo.yaml")
+    # A folder of that name is no config either.
+    (tmp_path / "demo.yaml").mkdir()
+    with pytest.raises(ConfigError, match="no config"):
+        find_config("demo.yaml")
+
+
+def test_a_path_comes_before_a_bare_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("demo_qwen35.yaml").write_text(SMALLEST)
+    assert read_yaml(find_config("demo_qwen35.yaml"), TrainConfig).optimiser.steps == 1000
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_length", "batch", "model_parallel"])
+@pytest.mark.parametrize("value", [0, -3])
+def test_serving_limits_are_positive(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value}, it must be positive"):
+        ServeConfig(**{name: value})
+
+
+def test_serve_config_can_be_built_from_values_as_well():
+    config = build(ServeConfig, {"target": "x", "output": "o.jsonl", "thinking": None}, "")
+    assert config == ServeConfig(target="x", output=Path("o.jsonl"))
