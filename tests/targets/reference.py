@@ -1,0 +1,56 @@
+"""The same prompts through transformers, in fp32 on the CPU."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from mmflash_jax.decode.records import Prompt
+
+
+class Reference(NamedTuple):
+    """logits `[P, V]`, and the raw output `[P, D]` of every decoder layer."""
+
+    logits: np.ndarray
+    layers: list[np.ndarray]
+
+
+def inputs(model: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """Arguments of the transformers model for one prompt."""
+    ids = torch.from_numpy(prompt.ids.astype(np.int64))[None]
+    given = {"input_ids": ids}
+    if prompt.images:
+        patches = np.concatenate([image.patches for image in prompt.images])
+        grids = [[1, image.rows, image.columns] for image in prompt.images]
+        given["pixel_values"] = torch.from_numpy(patches)
+        given["image_grid_thw"] = torch.tensor(grids)
+        given["mm_token_type_ids"] = torch.from_numpy(prompt.media_idx >= 0)[None].int()
+    return given
+
+
+def run(model: Any, prompt: Prompt) -> Reference:
+    """One full forward pass. Hooks take layer outputs: the list of hidden states that
+    transformers returns holds the last one after the final norm."""
+    taken: list[np.ndarray] = []
+
+    def take(module: Any, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        taken.append(hidden[0].float().numpy().copy())
+
+    layers = model.model.language_model.layers
+    hooks = [layer.register_forward_hook(take) for layer in layers]
+    with torch.no_grad():
+        logits = model(**inputs(model, prompt)).logits[0].float().numpy()
+    for hook in hooks:
+        hook.remove()
+    return Reference(logits, taken)
+
+
+def generate(model: Any, prompt: Prompt, count: int) -> list[int]:
+    """`count` greedily decoded ids."""
+    with torch.no_grad():
+        ids = model.generate(
+            **inputs(model, prompt), do_sample=False, max_new_tokens=count,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return ids[0, len(prompt.ids) :].tolist()
