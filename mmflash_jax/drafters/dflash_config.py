@@ -156,14 +156,15 @@ def _own(config: Mapping[str, Any], name: str) -> Any:
 
 def _refuse_foreign_rotary(config: Mapping[str, Any], where: str) -> None:
     """A draft rotates whole heads by token index; a target's rotary keys would change that."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    for name in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
-        value = rope.get(name, config.get(name))
-        if value is not None and value != 1.0:
-            raise ConfigError(
-                f"{where}: {name} is {value!r}, but a DFlash draft uses plain 1-D rotary positions "
-                "over the whole head; it was copied from the target, remove it"
-            )
+    places = (config.get("rope_parameters"), config.get("rope_scaling"), config)
+    harmless = {"partial_rotary_factor": 1.0, "mrope_section": None, "mrope_interleaved": False}
+    for name, neutral in harmless.items():
+        for value in (place.get(name) for place in places if place):
+            if value not in (None, neutral):
+                raise ConfigError(
+                    f"{where}: {name} is {value!r}, but a DFlash draft uses plain 1-D rotary "
+                    "positions over the whole head; it was copied from the target, remove it"
+                )
 
 
 def _layers(config: Mapping[str, Any], where: str) -> tuple[Layer, ...]:

@@ -149,7 +149,7 @@ def test_a_row_drafts_the_same_alone_and_in_a_batch(draft):
 def test_blocks_at_several_places_of_one_context(draft):
     """Training's form: block `a` of a row sees the context before its own start only."""
     model, drafter, params = draft
-    (features,) = features_of(drafter, [45])
+    (features,) = features_of(drafter, np.array([45]))
     state = absorb_all(drafter, params, [features], [[45]])
     starts = np.array([[45, 3, 20]])
     ids = RNG.integers(0, zlab.VOCAB_SIZE, (1, 3, drafter.block)).astype(np.int32)

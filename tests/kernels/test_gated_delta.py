@@ -123,8 +123,9 @@ def test_masked_padding_leaves_the_state_untouched():
     g, beta = np.where(real, g, 0).astype(np.float32), np.where(real, beta, 0).astype(np.float32)
     _, padded = chunked(q, k, v, g, beta, state, chunk=16)
     for row, count in enumerate([30, 7]):
-        one = [x[row : row + 1, :count] for x in (q, k, v, g, beta)]
-        _, states = recurrence(*one, state[row : row + 1])
+        _, states = recurrence(
+            *(x[row : row + 1, :count] for x in (q, k, v, g, beta)), state=state[row : row + 1]
+        )
         assert_close(padded[row], states[-1][0], LAYER, f"row {row}")
 
 
