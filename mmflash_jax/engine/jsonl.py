@@ -68,7 +68,7 @@ def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
 
 def _decode(raw: bytes) -> Any:
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.strip())
         # "\\ud800" is JSON, but half a character can be neither tokenised nor written.
         json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
