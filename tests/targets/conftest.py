@@ -1,12 +1,12 @@
 """Tiny checkpoints of several shapes, loaded."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from mmflash_jax.load import load_target
-from mmflash_jax.targets import Target
 from tests import tiny
+from tests.targets.reference import Loaded
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -33,15 +33,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
 }
-
-
-class Loaded(NamedTuple):
-    """A target, its parameters, and the transformers model of the same weights."""
-
-    target: Target
-    params: Any
-    model: Any
-    folder: Any
 
 
 @pytest.fixture(scope="session", params=SHAPES)

@@ -6,6 +6,16 @@ import numpy as np
 import torch
 
 from mmflash_jax.decode.records import Prompt
+from mmflash_jax.targets import Target
+
+
+class Loaded(NamedTuple):
+    """A target, its parameters, and the transformers model of the same weights."""
+
+    target: Target
+    params: Any
+    model: Any
+    folder: Any
 
 
 class Reference(NamedTuple):

@@ -1,0 +1,98 @@
+"""Drafters for tests only: they know or guess the answer from a table.
+
+One program serves all of them, because the table travels as parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mmflash_jax.drafters import Heads, Proposal
+from mmflash_jax.layers.cache import write_rows
+
+PLACES = 256
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What was absorbed: features `[B, 1, S, F]`, and how often each slot was written."""
+
+    features: Any
+    writes: Any
+
+
+@dataclass(frozen=True)
+class Scripted:
+    """Drafts `ids` of its table by token index; the first `right` stay, the rest are changed.
+
+    `right[b, n]` is the number of drafts left as they are in the block whose anchor is token n.
+    """
+
+    block: int = 8
+    capture: tuple[int, ...] = ()
+    features: int = 0
+    vocabulary: int = 288
+
+    def init_state(self, batch: int, capacity: int) -> Seen:
+        return Seen(
+            features=jnp.zeros((batch, 1, capacity, self.features)),
+            writes=jnp.zeros((batch, capacity), jnp.int32),
+        )
+
+    def absorb(self, params: Any, state: Seen, features: Any, length: Any, count: Any) -> Seen:
+        place = jnp.arange(features.shape[1])
+        capacity = state.writes.shape[1]
+        slot = jnp.where(place < count[:, None], length[:, None] + place, capacity)
+        rows = jnp.arange(len(slot))[:, None]
+        return Seen(
+            features=write_rows(state.features, features[:, :, None], length, count),
+            writes=state.writes.at[rows, slot].add(1, mode="drop"),
+        )
+
+    def propose(self, params: Any, state: Seen, anchor: Any, length: Any, heads: Heads) -> Proposal:
+        draft = jnp.arange(self.block - 1)
+        place = jnp.minimum(length[:, None] + 1 + draft, PLACES - 1)
+        ids = jnp.take_along_axis(params["ids"], place, axis=1)
+        right = jnp.take_along_axis(params["right"], length[:, None], axis=1)
+        return Proposal(ids=jnp.where(draft < right, ids, (ids + 1) % self.vocabulary))
+
+
+def table(sequences: Sequence[Sequence[int]], right: Any) -> dict[str, np.ndarray]:
+    """Parameters of `Scripted`: whole sequences (prompt and answer), and the drafts to leave.
+
+    `right` is one number, or an array that broadcasts to `[B, PLACES]`.
+    """
+    ids = np.zeros((len(sequences), PLACES), np.int32)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = sequence
+    counts = np.broadcast_to(np.asarray(right, np.int32), ids.shape)
+    return {"ids": ids, "right": np.array(counts)}
+
+
+def oracle(sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Always right."""
+    return table(sequences, PLACES)
+
+
+def adversarial(sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """Always wrong."""
+    return table(sequences, 0)
+
+
+def random(sequences: Sequence[Sequence[int]], seed: int = 0) -> dict[str, np.ndarray]:
+    """Any ids at all."""
+    rng = np.random.default_rng(seed)
+    return table(rng.integers(0, 256, (len(sequences), PLACES)), PLACES)
+
+
+def ragged(
+    sequences: Sequence[Sequence[int]], seed: int = 0, most: int = 8
+) -> dict[str, np.ndarray]:
+    """Right for a random number of drafts, another one at each place of each row."""
+    rng = np.random.default_rng(seed)
+    return table(sequences, rng.integers(0, most, (len(sequences), PLACES)))
