@@ -1,5 +1,6 @@
-"""The batch tool from file to files, on the demo target with a random draft."""
+"""The batch tool from file to files, on the demo target with its own and with a random draft."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -10,6 +11,9 @@ import jax
 import pytest
 
 from mmflash_jax.config import ServeConfig
+from mmflash_jax.decode.records import Plan
+from mmflash_jax.engine.offline import Answers
+from mmflash_jax.evaluation import batch
 from mmflash_jax.evaluation.batch import run
 from mmflash_jax.registry import DEMO
 
@@ -49,8 +53,8 @@ def prompts(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_the_bundled_samples_end_to_end(tool, capsys):
-    code, rows, report = tool(batch=3)
+def test_the_bundled_pair_answers_the_bundled_samples(tool, capsys):
+    code, rows, report = tool(draft=None, batch=3)
     assert code == 0
     samples = [json.loads(line) for line in (SAMPLES / "prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [sample["id"] for sample in samples]
@@ -80,7 +84,8 @@ def test_the_bundled_samples_end_to_end(tool, capsys):
     assert report["prompts"] == report["rows_equal"] == 8
     assert report["accuracy"] == 1.0
     assert report["accuracy_blank_image"] <= 0.25
-    assert 1.0 <= report["tau"] < 2.0, "a random draft"
+    assert report["tau"] >= 3.0
+    assert all(row["tau"] > 1.0 for row in rows)
 
 
 def check_report(report: dict[str, Any]) -> None:
@@ -101,7 +106,7 @@ def check_report(report: dict[str, Any]) -> None:
 
 
 def test_ids_depend_neither_on_the_batch_nor_on_the_draft_nor_on_the_run(tool, prompts):
-    """Batches smaller than, as large as and larger than the number of prompts.
+    """A random draft, in batches smaller than, as large as and larger than the number of prompts.
 
     The rows differ in length and in pictures; the batch of two leaves a row without a request.
     """
@@ -111,10 +116,10 @@ def test_ids_depend_neither_on_the_batch_nor_on_the_draft_nor_on_the_run(tool, p
         '{"text": "Add MOR and GRA.", "images": ["chart.png", "chart.png"], "max_tokens": 9}\n'
     )
     seen = {}
-    for batch in (2, 3, 8):
-        code, rows, _ = tool(prompts=path, batch=batch, max_tokens=40, plain=False)
+    for size in (2, 3, 8):
+        code, rows, _ = tool(prompts=path, batch=size, max_tokens=40, plain=False)
         assert code == 0
-        seen[f"batch {batch}"] = rows
+        seen[f"batch {size}"] = rows
     seen["again"] = tool(prompts=path, batch=8, max_tokens=40, plain=False)[1]
     code, rows, report = tool(prompts=path, draft="none", max_tokens=40, plain=False)
     assert code == 0
@@ -158,6 +163,33 @@ def test_the_cache_limits_an_answer_but_not_silently_a_prompt(tool, prompts, cap
     assert set(rows[1]) == {"id", "error"}
     assert rows[1]["error"].startswith(f"{path}:2: the prompt has ")
     assert "the cache holds 40 with the answer (raise --max-length)" in rows[1]["error"]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["a wrong id", "an answer cut short"])
+def test_answers_of_a_wrong_verifier_fail_the_run(tool, prompts, monkeypatch, capsys, ends):
+    """A16: such a run must not look like a fast one."""
+    honest = batch.answer
+
+    def wrong(plan: Plan, *arguments: Any, **options: Any) -> Answers:
+        answers = honest(plan, *arguments, **options)
+        if plan.drafter.block > 1:
+            ids = answers.completions[0].token_ids
+            ids = ids[:-1] if ends else (*ids[:4], ids[4] + 1, *ids[5:])
+            answers.completions[0] = dataclasses.replace(answers.completions[0], token_ids=ids)
+        return answers
+
+    monkeypatch.setattr(batch, "answer", wrong)
+    code, rows, report = tool(prompts=prompts('{"text": "Hi"}\n'), max_tokens=9)
+    assert code == 1
+    assert rows[0]["token_ids"], "answers are written all the same"
+    assert report["parity"] is False
+    assert report["tokens_per_s"] is report["plain_tokens_per_s"] is None
+    (divergence,) = report["divergences"]
+    assert divergence["explained"] is False
+    printed = capsys.readouterr().out
+    assert "NOT A TIE" in printed
+    assert "PARITY FAILED" in printed
+    assert "speed-up" not in printed
 
 
 @pytest.mark.parametrize("option", ["output", "report"])
