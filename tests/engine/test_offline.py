@@ -1,0 +1,81 @@
+"""Answering a list of prompts in batches."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mmflash_jax.decode.loop import decode
+from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.engine.offline import Completion, answer
+from mmflash_jax.engine.prompts import PromptEncoder, Request
+from mmflash_jax.load import load_target
+from tests import tiny
+from tests.drafts import draft_for, random_params
+
+TEXTS = ("Hi", "What is on the left of this picture, please?", "Why?", "x", "Name a town.")
+
+
+class Setup(NamedTuple):
+    plan: Plan
+    params: dict[str, Any]
+    prompts: list[Prompt]
+
+
+@pytest.fixture(scope="module")
+def setup(qwen35: tiny.Checkpoint) -> Setup:
+    """A tiny target with a random draft and prompts of several lengths and limits."""
+    target, params = load_target(qwen35.folder, "float32")
+    drafter = draft_for(qwen35.folder, block_size=4)
+    encoder = PromptEncoder.from_checkpoint(qwen35.folder, target)
+    prompts = [
+        encoder.encode(Request(text=text, max_tokens=limit))
+        for text, limit in zip(TEXTS, (12, 1, 7, 12, 3), strict=True)
+    ]
+    params = {"target": params, "drafter": random_params(drafter)}
+    return Setup(Plan(target, drafter, (tiny.TOKEN_IDS["<|im_end|>"],)), params, prompts)
+
+
+@pytest.fixture(scope="module")
+def whole(setup: Setup) -> list[Completion]:
+    return answer(setup.plan, setup.params, setup.prompts, batch=5).completions
+
+
+def test_completions_keep_the_order_of_the_prompts(setup, whole):
+    assert [c.prompt_tokens for c in whole] == [len(p.ids) for p in setup.prompts]
+    for completion, prompt in zip(whole, setup.prompts, strict=True):
+        count = len(completion.token_ids)
+        assert 1 <= count <= prompt.max_tokens
+        assert (completion.finish_reason == "length") == (
+            count == prompt.max_tokens and completion.token_ids[-1] not in setup.plan.stop_ids
+        )
+        # The prefill gives the first token, steps give the others.
+        places = np.arange(1, len(completion.committed) + 1)
+        assert (places * completion.committed).sum() == count - 1
+        assert completion.committed.sum() == completion.steps
+    assert whole[1].steps == 0
+
+
+def test_the_last_batch_is_padded_and_progress_counts_prompts(setup, whole):
+    seen: list[int] = []
+    compiled = decode._cache_size()
+    answers = answer(setup.plan, setup.params, setup.prompts, batch=2, on_progress=seen.append)
+    assert seen == [2, 2, 1]
+    assert [c.token_ids for c in answers.completions] == [c.token_ids for c in whole]
+    assert [c.steps for c in answers.completions] == [c.steps for c in whole]
+    assert answers.timing.tokens == sum(len(c.token_ids) - 1 for c in whole)
+    assert answers.timing.decode_s > 0
+    assert decode._cache_size() == compiled + 1, "three batches, one program"
+
+
+def test_the_same_prompts_again_compile_nothing(setup, whole):
+    compiled = decode._cache_size()
+    again = answer(setup.plan, setup.params, setup.prompts, batch=5)
+    assert decode._cache_size() == compiled
+    assert [c.token_ids for c in again.completions] == [c.token_ids for c in whole]
+
+
+def test_no_prompts(setup):
+    answers = answer(setup.plan, setup.params, [], batch=4)
+    assert answers.completions == []
+    assert answers.timing.tokens_per_s == 0.0
