@@ -142,7 +142,7 @@ def fit(plan: Plan, target_params: Params, rows: Sequence[Row], config: TrainCon
     path = config.output / "metrics.csv"
     source = batches(rows, settings.batch, config.row_length, settings.seed)
     with path.open("w", newline="") as stream:
-        metrics_file = csv.writer(stream)
+        metrics_file = csv.writer(stream, lineterminator="\n")
         metrics_file.writerow(["step", *METRICS, "seconds"])
         began = time.perf_counter()
         for number in tqdm(range(1, settings.steps + 1), desc="train", unit="step"):
