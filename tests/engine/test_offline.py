@@ -22,6 +22,11 @@ class Setup(NamedTuple):
     prompts: list[Prompt]
 
 
+def programs() -> int:
+    """Compiled variants of the decoding loop."""
+    return decode._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.fixture(scope="module")
 def setup(qwen35: tiny.Checkpoint) -> Setup:
     """A tiny target with a random draft and prompts of several lengths and limits."""
@@ -58,20 +63,20 @@ def test_completions_keep_the_order_of_the_prompts(setup, whole):
 
 def test_the_last_batch_is_padded_and_progress_counts_prompts(setup, whole):
     seen: list[int] = []
-    compiled = decode._cache_size()
+    compiled = programs()
     answers = answer(setup.plan, setup.params, setup.prompts, batch=2, on_progress=seen.append)
     assert seen == [2, 2, 1]
     assert [c.token_ids for c in answers.completions] == [c.token_ids for c in whole]
     assert [c.steps for c in answers.completions] == [c.steps for c in whole]
     assert answers.timing.tokens == sum(len(c.token_ids) - 1 for c in whole)
     assert answers.timing.decode_s > 0
-    assert decode._cache_size() == compiled + 1, "three batches, one program"
+    assert programs() == compiled + 1, "three batches, one program"
 
 
 def test_the_same_prompts_again_compile_nothing(setup, whole):
-    compiled = decode._cache_size()
+    compiled = programs()
     again = answer(setup.plan, setup.params, setup.prompts, batch=5)
-    assert decode._cache_size() == compiled
+    assert programs() == compiled
     assert [c.token_ids for c in again.completions] == [c.token_ids for c in whole]
 
 
