@@ -1,5 +1,7 @@
 """One process answers many requests: no memory of earlier ones, no new programs."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,7 @@ def test_programs_depend_on_buckets_not_on_lengths(bench):
         state = prefill(plan, params, prompts, capacity=CAPACITY, chunk=CHUNK)
         return decode(plan, params, state, 10**6)
 
-    jitted = (
+    jitted: tuple[Any, ...] = (
         decode,
         prefill_module._prefill_chunk,
         prefill_module._first_token,
