@@ -9,7 +9,7 @@ MMFlash has the same shape and other training.
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +142,7 @@ class Model(nnx.Module):
         return self.norm(x)
 
 
+@runtime_checkable
 class _FitsDraft(Protocol):
     """The fields of a target's config that a draft must agree with."""
 

@@ -87,7 +87,7 @@ def adversarial(sequences: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
 def random(sequences: Sequence[Sequence[int]], seed: int = 0) -> dict[str, np.ndarray]:
     """Any ids at all."""
     rng = np.random.default_rng(seed)
-    return table(rng.integers(0, 256, (len(sequences), PLACES)), PLACES)
+    return table(rng.integers(0, 256, (len(sequences), PLACES)).tolist(), PLACES)
 
 
 def ragged(

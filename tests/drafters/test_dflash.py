@@ -115,9 +115,9 @@ def test_proposal_is_the_best_token_of_each_masked_row(draft):
     model, drafter, params = draft
     features = features_of(drafter)
     state = absorb_all(drafter, params, features, [[16, 16, 16]] * 3)
-    anchor = np.array([3, 70, 200], np.int32)
+    anchor = jnp.array([3, 70, 200])
     proposal = jax.jit(
-        lambda params, state: drafter.propose(params, state, anchor, LENGTHS, HEADS)
+        lambda params, state: drafter.propose(params, state, anchor, jnp.asarray(LENGTHS), HEADS)
     )(params, state)
     assert proposal.ids.shape == (3, drafter.block - 1)
     for row in range(3):
@@ -155,7 +155,7 @@ def test_blocks_at_several_places_of_one_context(draft):
     ids = RNG.integers(0, zlab.VOCAB_SIZE, (1, 3, drafter.block)).astype(np.int32)
     hidden = jax.jit(
         lambda params, state: drafter.logits(
-            drafter.denoise(params, state, ids, starts, HEADS), HEADS
+            drafter.denoise(params, state, jnp.asarray(ids), jnp.asarray(starts), HEADS), HEADS
         )
     )(params, state)
     for place, start in enumerate(starts[0]):

@@ -1,5 +1,6 @@
 """Qwen3.5 against transformers on prompts with images, and the rule of positions."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -93,9 +94,10 @@ def test_placeholder_ids_are_never_looked_up(tied):
     """B05: an id outside the table at a media place gives the same embeddings."""
     prompt = make_prompt(tied.target, 3, (4, 4), 5, seed=1)
     media = np.random.default_rng(0).normal(size=(4, tied.target.config.hidden_size))
-    outside = np.where(prompt.media_idx >= 0, 10**6, prompt.ids)[None]
+    media_idx = prompt.media_idx[None]
+    outside = np.where(media_idx >= 0, 10**6, prompt.ids[None])
     one, two = (
-        np.asarray(tied.target.embed(tied.params, ids, media, prompt.media_idx[None]))
+        np.asarray(tied.target.embed(tied.params, *map(jnp.asarray, (ids, media, media_idx))))
         for ids in (prompt.ids[None], outside)
     )
     np.testing.assert_array_equal(one, two)
