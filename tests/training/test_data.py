@@ -1,0 +1,150 @@
+"""Training rows and batches, and where the prompts come from."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmflash_jax.config import ChartData, JsonlData
+from mmflash_jax.decode.records import Prompt
+from mmflash_jax.training.data import Row, batches, collate, make_row, prompt_requests
+from mmflash_jax.weights.hf_config import ConfigError
+
+
+def prompt(length: int, media: int = 0) -> Prompt:
+    """Ids 100, 101, ...; the first `media` tokens are an image's; M-RoPE lags behind by 3."""
+    places = np.arange(length, dtype=np.int32)
+    return Prompt(
+        ids=places + 100,
+        media_idx=np.where(places < media, places, -1).astype(np.int32),
+        positions=np.stack([places] * 3),
+        rope_shift=-3,
+        images=(),
+        max_tokens=8,
+    )
+
+
+def media(rows: int, value: float = 0.0) -> np.ndarray:
+    return np.full((rows, 4), value, np.float32)
+
+
+def test_a_row_is_the_prompt_and_the_answer():
+    row = make_row(prompt(5, media=2), media(2), [7, 8, 9], 16)
+    assert row is not None
+    assert row.prompt_len == 5
+    assert row.ids.tolist() == [100, 101, 102, 103, 104, 7, 8, 9]
+    assert row.media_idx.tolist() == [0, 1, -1, -1, -1, -1, -1, -1]
+    # The answer goes on where a server puts it: index plus shift.
+    assert row.positions[:, 5:].tolist() == [[2, 3, 4]] * 3
+
+
+@pytest.mark.parametrize(
+    ("row_length", "answer", "kept"),
+    [(8, 3, 8), (7, 3, 7), (7, 2, 7), (6, 3, None), (4, 3, None), (16, 1, None), (16, 0, None)],
+)
+def test_long_rows_are_cut_and_rows_without_a_block_dropped(row_length, answer, kept):
+    """A block needs an anchor and one label: two answer tokens."""
+    row = make_row(prompt(5), media(0), list(range(answer)), row_length)
+    assert (None if row is None else len(row.ids)) == kept
+
+
+def test_a_batch_is_padded_and_media_rows_are_stacked():
+    rows = [
+        make_row(prompt(5, media=2), media(2, 1.0), [7, 8], 10),
+        make_row(prompt(3), media(0), [7, 8, 9], 10),
+        make_row(prompt(4, media=3), media(3, 2.0), [7, 8], 10),
+    ]
+    batch = collate([row for row in rows if row is not None], 10)
+    assert batch["ids"].shape == batch["media_idx"].shape == (3, 10)
+    assert batch["positions"].shape == (3, 3, 10)
+    assert batch["prompt_len"].tolist() == [5, 3, 4]
+    assert batch["total_len"].tolist() == [7, 6, 6]
+    assert batch["media_idx"][0].tolist() == [0, 1] + [-1] * 8
+    assert batch["media_idx"][1].tolist() == [-1] * 10
+    assert batch["media_idx"][2].tolist() == [2, 3, 4] + [-1] * 7
+    assert batch["media"].shape == (64, 4)
+    assert batch["media"][:6, 0].tolist() == [1, 1, 2, 2, 2, 0]
+    assert batch["positions"][0, 0].tolist() == [0, 1, 2, 3, 4, 2, 3, 0, 0, 0]
+
+
+def test_a_batch_of_text_alone():
+    row = make_row(prompt(3), media(0), [7, 8], 8)
+    assert row is not None
+    batch = collate([row, row], 8)
+    assert (batch["media_idx"] == -1).all()
+    assert batch["media"].shape == (64, 4)
+
+
+def numbered(count: int) -> list[Row]:
+    rows = [make_row(prompt(3), media(0), [index, index], 8) for index in range(count)]
+    return [row for row in rows if row is not None]
+
+
+def drawn(seed: int, steps: int = 5) -> list[list[int]]:
+    source = batches(numbered(6), 3, 8, seed)
+    return [next(source)["ids"][:, 3].tolist() for _ in range(steps)]
+
+
+def test_every_epoch_holds_every_row_once_in_a_new_order():
+    order = drawn(0, 8)
+    epochs = [order[at] + order[at + 1] for at in range(0, 8, 2)]
+    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_the_order_follows_from_the_seed():
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+
+
+def test_too_few_rows_for_a_batch():
+    with pytest.raises(ConfigError, match=r"2 training rows do not fill an optimiser\.batch of 3"):
+        next(batches(numbered(2), 3, 8, 0))
+
+
+def jsonl(tmp_path: Path, *lines: dict) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_last_lines_of_a_file_are_held_out(tmp_path):
+    path = jsonl(tmp_path, *({"text": str(n)} for n in range(6)))
+    learn, held_out = prompt_requests(JsonlData(path=path, held_out=3), 9, 2)
+    assert [request.text for request in learn] == ["0", "1", "2"]
+    # Fewer are decoded if the run asks for fewer; they are held out all the same.
+    assert [request.text for request in held_out] == ["3", "4"]
+
+
+def test_a_line_may_ask_for_fewer_tokens_than_the_run_and_not_for_more(tmp_path):
+    path = jsonl(tmp_path, {"text": "a"}, {"text": "b", "max_tokens": 4},
+                 {"text": "c", "max_tokens": 999_999})  # fmt: skip
+    learn, _ = prompt_requests(JsonlData(path=path, held_out=0), 9, 2)
+    assert [request.max_tokens for request in learn] == [9, 4, 9]
+
+
+def test_bad_lines_stop_the_run_and_are_all_named(tmp_path):
+    path = jsonl(tmp_path, {"text": "a"}, {"txt": "b"}, {"text": 3}, {"text": "c"})
+    with pytest.raises(ConfigError) as error:
+        prompt_requests(JsonlData(path=path, held_out=1), 9, 1)
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f"{path}:2: unknown fields ['txt']")
+    assert second.startswith(f"{path}:3: text is 3")
+
+
+@pytest.mark.parametrize("held_out", [2, 5])
+def test_nothing_left_to_learn_from(tmp_path, held_out):
+    path = jsonl(tmp_path, {"text": "a"}, {"text": "b"})
+    with pytest.raises(ConfigError, match=f"held_out is {held_out}, but .* holds 2 prompts"):
+        prompt_requests(JsonlData(path=path, held_out=held_out), 9, 1)
+
+
+def test_charts_for_training_and_for_evaluation_differ():
+    learn, held_out = prompt_requests(ChartData(count=4, seed=5), 9, 3)
+    assert (len(learn), len(held_out)) == (4, 3)
+    assert all(len(request.images) == 1 and request.max_tokens == 9 for request in learn)
+    again, _ = prompt_requests(ChartData(count=4, seed=5), 9, 3)
+    assert [request.text for request in again] == [request.text for request in learn]
+    other, _ = prompt_requests(ChartData(count=4, seed=6), 9, 3)
+    assert [request.text for request in other] != [request.text for request in learn]
