@@ -105,7 +105,7 @@ def test_swiglu():
 def test_plain_rotary_turns_whole_heads():
     rope = {"rope_type": "default", "rope_theta": 1e4}
     config = Qwen3Config(head_dim=16, hidden_size=64, rope_parameters=rope)
-    x, position = normal(2, 7, 4, 16), np.array([[0, 1, 2, 3, 40, 41, 2000], [5] * 7])
+    x, position = normal(2, 7, 4, 16), np.array([[0, 1, 2, 3, 40, 41, 400], [5] * 7])
     cosine, sine = modeling_qwen3.Qwen3RotaryEmbedding(config)(
         torch.from_numpy(x), torch.from_numpy(position)
     )
