@@ -1,7 +1,7 @@
 """Load and decode full-size random checkpoints: does everything fit, and how long does a step take?
 
-    python benchmarks/full_size.py make --folder /tmp/full
-    python benchmarks/full_size.py measure --folder /tmp/full --report full_size.json
+    python -m benchmarks.full_size make --folder /tmp/full
+    python -m benchmarks.full_size measure --folder /tmp/full --report full_size.json
 
 `make` writes a random Qwen3.5-4B-shaped checkpoint and a random draft of the published size with
 `save_pretrained` (needs torch, transformers and z-lab's `dflash`). `measure` loads both with our

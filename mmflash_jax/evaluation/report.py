@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+import mmflash_jax
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.engine.jsonl import Line
 from mmflash_jax.engine.offline import Answers
@@ -61,13 +62,10 @@ def describe_device() -> str:
 
 def versions() -> dict[str, str]:
     """Versions that decide numbers."""
-    names = ("mmflash-jax", "jax", "flax", "transformers", "numpy")
-    found = {"python": platform.python_version()}
+    names = ("jax", "flax", "transformers", "numpy")
+    found = {"python": platform.python_version(), "mmflash-jax": mmflash_jax.__version__}
     for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
+        found[name] = importlib.metadata.version(name)
     return found
 
 

@@ -16,14 +16,14 @@ def read(tmp_path: Path, content: bytes | str, max_tokens: int = 7) -> list[Line
 
 
 def test_a_line_with_every_field(tmp_path):
-    value = {"id": "a", "text": "Hi", "images": ["x.png"], "max_tokens": 3, "answer": "4"}
+    value = {"id": "a", "text": "Hi", "images": ["x.png"], "max_tokens": 3, "answer": "forty-two"}
     (line,) = read(tmp_path, json.dumps(value))
     assert line.error is None
-    assert line.answer == "4"
+    assert line.answer == "forty-two"
     assert line.request is not None
     assert (line.request.id, line.request.text, line.request.max_tokens) == ("a", "Hi", 3)
     # The expected answer is never in what a model sees.
-    assert "4" not in repr(line.request)
+    assert "forty-two" not in repr(line.request)
 
 
 def test_what_a_line_may_leave_out(tmp_path):
