@@ -1,4 +1,4 @@
-"""Random DFlash drafts for a target, written to disk by the exporter that training uses."""
+"""Random DFlash drafts, written to disk by the exporter that training uses, and a small target."""
 
 import json
 from collections.abc import Mapping
@@ -11,6 +11,19 @@ import numpy as np
 from mmflash_jax.drafters import DFlash
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.weights import export_params, write_checkpoint
+from tests import tiny
+
+
+def two_layer_target(folder: Path) -> Path:
+    """A target of one layer of each kind, quick to compile.
+
+    It has a head of its own: with a tied one a random target repeats its last token for ever.
+    """
+    layers = ["linear_attention", "full_attention"]
+    tiny.tiny_qwen35(
+        folder, tied=False, text={"num_hidden_layers": len(layers), "layer_types": layers}
+    )
+    return folder
 
 
 def draft_for(target_folder: Path, **changes: Any) -> DFlash:
@@ -19,7 +32,9 @@ def draft_for(target_folder: Path, **changes: Any) -> DFlash:
     `changes` replace fields of its `config.json`; those of `dflash_config` go there.
     """
     target = json.loads((target_folder / "config.json").read_text())["text_config"]
-    own: dict[str, Any] = {"target_layer_ids": [0, 2, 3], "mask_token_id": 9, "block_size": 16}
+    layers = target["num_hidden_layers"]
+    ids = sorted({0, layers // 2, layers - 1})
+    own: dict[str, Any] = {"target_layer_ids": ids, "mask_token_id": 9, "block_size": 16}
     config: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "hidden_size": target["hidden_size"],
@@ -31,7 +46,7 @@ def draft_for(target_folder: Path, **changes: Any) -> DFlash:
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e4,
         "vocab_size": target["vocab_size"],
-        "num_target_layers": target["num_hidden_layers"],
+        "num_target_layers": layers,
         "dflash_config": own,
     }
     for name, value in changes.items():

@@ -11,7 +11,7 @@ from mmflash_jax.engine.offline import Completion, answer
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.load import load_target
 from tests import tiny
-from tests.drafts import draft_for, random_params
+from tests.drafts import draft_for, random_params, two_layer_target
 
 TEXTS = ("Hi", "What is on the left of this picture, please?", "Why?", "x", "Name a town.")
 
@@ -28,11 +28,12 @@ def programs() -> int:
 
 
 @pytest.fixture(scope="module")
-def setup(qwen35: tiny.Checkpoint) -> Setup:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """A tiny target with a random draft and prompts of several lengths and limits."""
-    target, params = load_target(qwen35.folder, "float32")
-    drafter = draft_for(qwen35.folder, block_size=4)
-    encoder = PromptEncoder.from_checkpoint(qwen35.folder, target)
+    folder = two_layer_target(tmp_path_factory.mktemp("target"))
+    target, params = load_target(folder, "float32")
+    drafter = draft_for(folder, block_size=4)
+    encoder = PromptEncoder.from_checkpoint(folder, target)
     prompts = [
         encoder.encode(Request(text=text, max_tokens=limit))
         for text, limit in zip(TEXTS, (12, 1, 7, 12, 3), strict=True)

@@ -105,7 +105,7 @@ def check_report(report: dict[str, Any]) -> None:
     assert report["versions"]["jax"] == jax.__version__
 
 
-def test_ids_depend_neither_on_the_batch_nor_on_the_draft_nor_on_the_run(tool, prompts):
+def test_ids_depend_neither_on_batch_nor_on_draft_nor_on_run(tool, prompts, small_pair):
     """A random draft, in batches smaller than, as large as and larger than the number of prompts.
 
     The rows differ in length and in pictures; the batch of two leaves a row without a request.
@@ -115,13 +115,14 @@ def test_ids_depend_neither_on_the_batch_nor_on_the_draft_nor_on_the_run(tool, p
         '{"text": "Hi"}\n'
         '{"text": "Add MOR and GRA.", "images": ["chart.png", "chart.png"], "max_tokens": 9}\n'
     )
+    options = {**small_pair, "max_tokens": 40}
     seen = {}
     for size in (2, 3, 8):
-        code, rows, _ = tool(prompts=path, batch=size, max_tokens=40, plain=False)
+        code, rows, _ = tool(prompts=path, batch=size, plain=False, **options)
         assert code == 0
         seen[f"batch {size}"] = rows
-    seen["again"] = tool(prompts=path, batch=8, max_tokens=40, plain=False)[1]
-    code, rows, report = tool(prompts=path, draft="none", max_tokens=40, plain=False)
+    seen["again"] = tool(prompts=path, batch=8, plain=False, **options)[1]
+    code, rows, report = tool(prompts=path, plain=False, **{**options, "draft": "none"})
     assert code == 0
     assert report["tau"] == 1.0
     assert report["accepted_per_position"] == []
@@ -156,13 +157,13 @@ def test_without_the_plain_run_nothing_is_claimed(tool, prompts, capsys):
 
 def test_the_cache_limits_an_answer_but_not_silently_a_prompt(tool, prompts, caplog):
     path = prompts(f'{{"text": "Hi"}}\n{{"text": "{"long " * 40}"}}\n')
-    code, rows, _ = tool(prompts=path, max_length=40, max_tokens=100)
+    code, rows, _ = tool(prompts=path, max_length=30, max_tokens=100)
     assert code == 1
     assert rows[0]["finish_reason"] in ("length", "stop")
-    assert rows[0]["usage"]["total_tokens"] <= 40
+    assert rows[0]["usage"]["total_tokens"] <= 30
     assert set(rows[1]) == {"id", "error"}
     assert rows[1]["error"].startswith(f"{path}:2: the prompt has ")
-    assert "the cache holds 40 with the answer (raise --max-length)" in rows[1]["error"]
+    assert "the cache holds 30 with the answer (raise --max-length)" in rows[1]["error"]
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["a wrong id", "an answer cut short"])

@@ -22,8 +22,8 @@ from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.exactness import Parity, compare
 from mmflash_jax.load import load_target
 from tests import tiny
+from tests.drafts import two_layer_target
 
-UNUSED = tiny.VOCAB_SIZE - 1
 PLACE = 4
 
 
@@ -32,21 +32,22 @@ class Setup(NamedTuple):
     params: dict[str, Any]
     prompts: list[Prompt]
     plain: list[Completion]
+    unused: int
 
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """Two prompts and their plain answers, on an untied tiny target that never stops."""
-    folder = tmp_path_factory.mktemp("untied")
-    tiny.tiny_qwen35(folder, tied=False)
+    folder = two_layer_target(tmp_path_factory.mktemp("target"))
     target, params = load_target(folder, "float32")
     encoder = PromptEncoder.from_checkpoint(folder, target)
     prompts = [encoder.encode(Request(text=text, max_tokens=8)) for text in ("Hi", "What now?")]
     plan = Plan(target, NoDraft(), ())
     everything = {"target": params, "drafter": {}}
     plain = answer(plan, everything, prompts, batch=2).completions
-    assert all(UNUSED not in completion.token_ids for completion in plain)
-    return Setup(plan, everything, prompts, plain)
+    said = {id for completion in plain for id in completion.token_ids}
+    unused = next(id for id in range(tiny.VOCAB_SIZE - 1, 0, -1) if id not in said)
+    return Setup(plan, everything, prompts, plain, unused)
 
 
 def with_ids(completion: Completion, ids: Sequence[int]) -> Completion:
@@ -59,12 +60,12 @@ def changed(completion: Completion, place: int, id: int) -> Completion:
     return with_ids(completion, ids)
 
 
-def with_copied_row(params: dict[str, Any], id: int, factor: float) -> dict[str, Any]:
+def with_copied_row(setup: Setup, id: int, factor: float) -> dict[str, Any]:
     """The unused id gets `factor` times the head row of `id`."""
-    head = params["target"]["lm_head"]["embedding"]
-    head = head.at[UNUSED].set(head[id] * factor)
-    target = {**params["target"], "lm_head": {"embedding": head}}
-    return {**params, "target": target}
+    head = setup.params["target"]["lm_head"]["embedding"]
+    head = head.at[setup.unused].set(head[id] * factor)
+    target = {**setup.params["target"], "lm_head": {"embedding": head}}
+    return {**setup.params, "target": target}
 
 
 def check(setup: Setup, second_row: Completion, params: dict[str, Any] | None = None) -> Parity:
@@ -98,8 +99,8 @@ def test_a_wrong_id_is_not_explained(setup):
 )
 def test_a_tie_is_explained_only_below_the_tolerance(setup, place, factor, explained):
     """A19. Both ids are the best two here; how close they are decides."""
-    params = with_copied_row(setup.params, setup.plain[1].token_ids[place], factor)
-    parity = check(setup, changed(setup.plain[1], place, UNUSED), params)
+    params = with_copied_row(setup, setup.plain[1].token_ids[place], factor)
+    parity = check(setup, changed(setup.plain[1], place, setup.unused), params)
     (divergence,) = parity.divergences
     assert divergence.explained is parity.holds is explained
     # A share of the largest magnitude, which may be another logit's.
@@ -109,22 +110,22 @@ def test_a_tie_is_explained_only_below_the_tolerance(setup, place, factor, expla
 def test_a_tie_of_others_explains_nothing(setup):
     """The two best are equal, but the drafted id is neither."""
     best = setup.plain[1].token_ids[PLACE]
-    params = with_copied_row(setup.params, best, 1.0)
+    params = with_copied_row(setup, best, 1.0)
     parity = check(setup, changed(setup.plain[1], PLACE, (best + 1) % 256), params)
     assert not parity.holds
 
 
 def test_a_tie_does_not_excuse_plain_decoding_that_is_wrong(setup):
     best = setup.plain[1].token_ids[PLACE]
-    params = with_copied_row(setup.params, best, 1.0)
+    params = with_copied_row(setup, best, 1.0)
     plain = [setup.plain[0], changed(setup.plain[1], PLACE, (best + 1) % 256)]
-    drafted = [setup.plain[0], changed(setup.plain[1], PLACE, UNUSED)]
+    drafted = [setup.plain[0], changed(setup.plain[1], PLACE, setup.unused)]
     assert not compare(setup.plan, params, setup.prompts, drafted, plain).holds
 
 
 @pytest.mark.parametrize("cut", [0, PLACE])
 def test_an_answer_that_only_ends_early_is_no_tie(setup, cut):
-    params = with_copied_row(setup.params, setup.plain[1].token_ids[PLACE], 1.0)
+    params = with_copied_row(setup, setup.plain[1].token_ids[PLACE], 1.0)
     ids = setup.plain[1].token_ids
     for one, other in ((ids[:cut], ids), (ids, ids[:cut])):
         drafted, plain = with_ids(setup.plain[1], one), with_ids(setup.plain[1], other)
@@ -139,9 +140,9 @@ def test_the_tolerance_follows_the_dtype_and_the_gap_is_in_fp32(setup):
     target = dataclasses.replace(setup.plan.target, dtype="bfloat16")  # pyright: ignore
     plan = Plan(target, NoDraft(), ())
     for factor, explained in ((0.99, True), (0.97, False)):
-        params = with_copied_row(setup.params, setup.plain[1].token_ids[PLACE], factor)
+        params = with_copied_row(setup, setup.plain[1].token_ids[PLACE], factor)
         narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        drafted = [changed(setup.plain[1], PLACE, UNUSED)]
+        drafted = [changed(setup.plain[1], PLACE, setup.unused)]
         parity = compare(plan, narrow, setup.prompts[1:], drafted, setup.plain[1:])
         assert parity.holds is explained, parity
 

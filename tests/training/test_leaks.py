@@ -15,8 +15,8 @@ from tests.training import toy
 
 WIDTH = 24
 # Overlapping blocks, neighbours, an empty context, and blocks that reach past the row.
-ANCHORS = np.array([[0, 3, 4, 5, 11, 12, 22], [23, 20, 12, 7, 6, 2, 1]])
-TOTAL_LEN = np.array([24, 24])
+ANCHORS = jnp.array([[0, 3, 4, 5, 11, 12, 22], [23, 20, 12, 7, 6, 2, 1]])
+TOTAL_LEN = jnp.array([24, 24])
 
 
 @pytest.mark.parametrize("kind", toy.LAYER_KINDS)
@@ -51,7 +51,7 @@ def test_the_loss_of_a_block_depends_on_features_before_its_anchor_alone(kind, a
     plan = toy.drafter(kind)
     params = toy.params_of(plan)
     features, ids = toy.features_and_ids(1, WIDTH)
-    gradient = _feature_gradient(plan, params, features, ids, np.array([[anchor]]))
+    gradient = _feature_gradient(plan, params, features, ids, jnp.array([[anchor]]))
     size = np.abs(np.asarray(gradient)).max(axis=-1)[0]
     assert (size[anchor:] == 0.0).all()
     # Slot 0 sees itself and the window - 1 tokens before it; no other slot sees further back.
@@ -76,7 +76,7 @@ def test_ids_of_the_row_reach_a_block_as_its_anchor_only():
     plan = toy.drafter()
     params = toy.params_of(plan)
     features, ids = toy.features_and_ids(1, WIDTH)
-    anchors = np.array([[6]])
+    anchors = jnp.array([[6]])
     before = toy.training_logits(plan, params, features, ids, TOTAL_LEN[:1], anchors)
     others = (ids + 1) % (toy.VOCAB_SIZE - 1)
     others[0, 6] = ids[0, 6]

@@ -75,10 +75,12 @@ def test_a_draft_that_knows_the_labels(wrong_from):
         labels = jnp.where(slots == wrong_from, (labels + 1) % toy.VOCAB_SIZE, labels)
     perfect = 100.0 * jax.nn.one_hot(labels, toy.VOCAB_SIZE)
     heads = Heads(embed=toy.Recorder().heads.embed, logits=lambda _: perfect)
-    loss, metrics = block_loss(
-        PLAN, PARAMS, heads, jnp.asarray(FEATURES), jnp.asarray(IDS), TOTAL_LEN, ANCHORS, VALID,
-        decay=toy.DECAY,
-    )  # fmt: skip
+    loss, metrics = jax.jit(
+        lambda params: block_loss(
+            PLAN, params, heads, jnp.asarray(FEATURES), jnp.asarray(IDS), TOTAL_LEN, ANCHORS,
+            VALID, decay=toy.DECAY,
+        )
+    )(PARAMS)  # fmt: skip
     # Labels there are: 7, 7, 3, 1 in the first row and 7, 1 in the second.
     if wrong_from is None:
         assert loss == pytest.approx(0.0, abs=1e-6)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from mmflash_jax.training.trainer import (
 )
 from mmflash_jax.weights.hf_config import ConfigError
 from tests import tiny
-from tests.drafts import draft_for, random_params
+from tests.drafts import draft_for, random_params, two_layer_target
 from tests.tolerances import MODEL, assert_close
 
 ROW_LENGTH = 96
@@ -54,17 +55,22 @@ class Setup(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def setup(qwen35: tiny.Checkpoint) -> Setup:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return two_layer_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def setup(folder: Path) -> Setup:
     """Two prompts, one with two images, answered by the target itself; a draft of both layer kinds
     whose window is shorter than every prompt."""
-    target, params = load_target(qwen35.folder, "float32")
+    target, params = load_target(folder, "float32")
     drafter = draft_for(
-        qwen35.folder,
+        folder,
         block_size=4,
         layer_types=["sliding_attention", "full_attention"],
         sliding_window=6,
     )
-    encoder = PromptEncoder.from_checkpoint(qwen35.folder, target)
+    encoder = PromptEncoder.from_checkpoint(folder, target)
     random = np.random.default_rng(0)
     images = [
         Image.fromarray(random.integers(0, 255, (*size, 3), np.uint8))
@@ -202,7 +208,7 @@ def test_a_new_draft_takes_its_measures_from_the_target(setup):
         ({"layer_types": ("full_attention",) * 2}, ConfigError, "layer_types has 2 entries"),
         ({"layer_types": ("local",)}, ConfigError, "layer_types holds 'local'"),
         ({"layer_types": ("sliding_attention",)}, ConfigError, "sliding layer needs sliding_wind"),
-        ({"target_layer_ids": (1, 4)}, FitError, "target_layer_ids: draft [4], target has layers"),
+        ({"target_layer_ids": (1, 2)}, FitError, "target_layer_ids: draft [2], target has layers"),
         ({"target_layer_ids": (-1,)}, FitError, "target_layer_ids: draft [-1]"),
     ],
 )
@@ -219,7 +225,7 @@ def test_a_draft_that_the_target_cannot_have(setup, change, error, message):
     [(97, True), (tiny.TOKEN_IDS["<|video_pad|>"], False), (tiny.VOCAB_SIZE - 1, False)],
     ids=["a letter", "an added token", "a row that no token uses"],
 )
-def test_a_mask_that_text_holds_too_is_warned_of(setup, qwen35, caplog, mask, warned):
+def test_a_mask_that_text_holds_too_is_warned_of(setup, folder, caplog, mask, warned):
     """D16."""
-    warn_of_ordinary_mask(draft_for(qwen35.folder, mask_token_id=mask), setup.encoder.tokenizer)
+    warn_of_ordinary_mask(draft_for(folder, mask_token_id=mask), setup.encoder.tokenizer)
     assert ("a token of ordinary text" in caplog.text) is warned
