@@ -17,7 +17,7 @@ test: $(DEV_STAMP)
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

@@ -30,6 +30,7 @@ def figures(
     Speeds are left out when parity fails: a wrong verifier agrees with any draft.
     """
     trusted = parity is None or parity.holds
+    compared = parity if drafted.completions else None
     return {
         "prompts": len(drafted.completions),
         "tau": pooled_tau(drafted.completions) if drafted.completions else None,
@@ -38,8 +39,8 @@ def figures(
         else [],
         "tokens_per_s": drafted.timing.tokens_per_s if trusted else None,
         "plain_tokens_per_s": plain.timing.tokens_per_s if plain and trusted else None,
-        "parity": None if parity is None else parity.holds,
-        "rows_equal": None if parity is None else sum(parity.equal),
+        "parity": None if compared is None else compared.holds,
+        "rows_equal": None if compared is None else sum(compared.equal),
         "divergences": []
         if parity is None
         else [
@@ -114,9 +115,11 @@ def print_table(figures: dict[str, Any]) -> None:
         row("tau (tokens a verify step)", f"{figures['tau']:.2f}")
         shares = " ".join(f"{share:.2f}" for share in figures["accepted_per_position"])
         row("acceptance by position", shares or "- (no draft)")
+    drafts = bool(figures["accepted_per_position"])
     if figures["tokens_per_s"] is not None:
-        row("tokens/s with the draft", f"{figures['tokens_per_s']:,.0f}")
-    if figures["plain_tokens_per_s"]:
+        title = "tokens/s with the draft" if drafts else "tokens/s"
+        row(title, f"{figures['tokens_per_s']:,.0f}")
+    if drafts and figures["plain_tokens_per_s"]:
         row("tokens/s plain", f"{figures['plain_tokens_per_s']:,.0f}")
         speedup = figures["tokens_per_s"] / figures["plain_tokens_per_s"]
         row("speed-up", f"{speedup:.2f}x")

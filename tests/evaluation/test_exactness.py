@@ -149,7 +149,10 @@ def test_the_tolerance_follows_the_dtype_and_the_gap_is_in_fp32(setup):
 
 def test_speeds_are_withheld_when_parity_fails(setup, capsys):
     """A16: a verifier that is wrong agrees with any draft, so its speed means nothing."""
-    drafted = Answers(list(setup.plain), Timing(1.0, 30))
+    # Counts of a block of two tokens whose draft never stayed.
+    counts = [np.array([c.steps, 0]) for c in setup.plain]
+    rows = [dataclasses.replace(c, committed=n) for c, n in zip(setup.plain, counts, strict=True)]
+    drafted = Answers(rows, Timing(1.0, 30))
     plain = Answers(list(setup.plain), Timing(2.0, 30))
     wrong = changed(setup.plain[1], PLACE, (setup.plain[1].token_ids[PLACE] + 1) % 256)
     for parity in (check(setup, wrong), check(setup, setup.plain[1])):
