@@ -40,12 +40,14 @@ def prefill(
     prompts: Sequence[Prompt | None],
     *,
     capacity: int,
+    room: int | None = None,
     chunk: int = CHUNK,
 ) -> DecodeState:
     """Run a batch of prompts and decide each row's first token.
 
     `None` fills a row that carries no request. `capacity` is the number of cache slots of a row;
-    every prompt and what it may generate must fit (the last token needs no slot).
+    every prompt and what it may generate must fit (the last token needs no slot). `room` is the
+    number of generated tokens a row can hold; batches that share it share the compiled loop.
 
     Raises:
         ValueError: a prompt does not fit the capacity.
@@ -59,7 +61,7 @@ def prefill(
     state = run_prompts(plan, params, prompts, capacity=capacity, chunk=chunk)
     limit = np.array([0 if p is None else p.max_tokens for p in prompts], np.int32)
     shift = np.array([0 if p is None else p.rope_shift for p in prompts], np.int32)
-    room = bucket(int(limit.max()), 16)
+    room = bucket(int(limit.max()), 16) if room is None else room
     return _first_token(
         plan, params, state.cache, state.draft, state.last, _lengths(prompts), limit, shift,
         room=room,

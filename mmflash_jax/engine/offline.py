@@ -68,17 +68,19 @@ def answer(
 ) -> Answers:
     """Decode all prompts, `batch` at a time.
 
-    All batches share one cache size, so the loop compiles once. `on_progress` receives the number
-    of prompts answered since the last call.
+    All batches share the sizes of cache and answers, so the loop compiles once. `on_progress`
+    receives the number of prompts answered since the last call.
     """
     answers = Answers()
     if not prompts:
         return answers
     rows = min(batch, len(prompts))
     capacity = bucket(max(len(p.ids) + p.max_tokens for p in prompts), 64)
+    room = bucket(max(p.max_tokens for p in prompts), 16)
     for start in range(0, len(prompts), rows):
         part = list(prompts[start : start + rows])
-        state = prefill(plan, params, part + [None] * (rows - len(part)), capacity=capacity)
+        padded = part + [None] * (rows - len(part))
+        state = prefill(plan, params, padded, capacity=capacity, room=room)
         # No steps: compiles the loop, so that the clock below sees decoding only.
         state = jax.block_until_ready(decode(plan, params, state, np.int32(0)))
         began = time.perf_counter()

@@ -92,15 +92,19 @@ def run(config: ServeConfig) -> int:
     path = config.prompts or DEMO / "samples" / "prompts.jsonl"
     lines = read_requests(path, max_tokens=config.max_tokens)
     session = load(config)
-    lines, jobs = prepare(session.encoder, lines, config.max_length)
-    outcome = decode_all(session, jobs, config)
-    texts = [session.encoder.decode(c.token_ids) for c in outcome.drafted.completions]
+    longest = min(config.max_length, session.plan.target.config.max_position_embeddings)
+    lines, jobs = prepare(session.encoder, lines, longest)
+    prompts = [job.prompt for job in jobs]
+    drafted = _answer(session.plan, session.params, prompts, config.batch, "decode")
+    texts = [session.encoder.decode(c.token_ids) for c in drafted.completions]
+    if config.output:
+        # Before the comparisons: whatever happens to them, the answers are safe.
+        write_answers(config.output, lines, jobs, texts, drafted.completions)
+    outcome = compare_with_other_runs(session, jobs, drafted, config)
     report.print_answers([job.line for job in jobs], texts, outcome.drafted, outcome.parity)
     for line in lines:
         if line.error:
             log.error(line.error)
-    if config.output:
-        write_answers(config.output, lines, jobs, texts, outcome.drafted.completions)
     expected = [job.line.answer for job in jobs]
     figures = report.figures(
         session.plan,
@@ -125,8 +129,12 @@ def run(config: ServeConfig) -> int:
 def _check_writable(*files: Path | None) -> None:
     """Fail before the work and not after it."""
     for file in files:
-        if file is not None and not file.parent.is_dir():
+        if file is None:
+            continue
+        if not file.parent.is_dir():
             raise FileNotFoundError(f"{file} cannot be written: there is no folder {file.parent}")
+        if file.is_dir():
+            raise IsADirectoryError(f"{file} cannot be written: it is a folder")
 
 
 def prepare(
@@ -155,15 +163,16 @@ def fit_to_cache(prompt: Prompt, max_length: int) -> Prompt:
     if room < 1:
         raise PromptError(
             f"the prompt has {len(prompt.ids)} tokens, the cache holds {max_length} with the "
-            "answer (raise --max-length)"
+            "answer (--max-length, up to the model's own limit)"
         )
     return dataclasses.replace(prompt, max_tokens=min(prompt.max_tokens, room))
 
 
-def decode_all(session: Session, jobs: Sequence[Job], config: ServeConfig) -> Outcome:
-    """Drafted answers, and the runs that they are compared with."""
+def compare_with_other_runs(
+    session: Session, jobs: Sequence[Job], drafted: Answers, config: ServeConfig
+) -> Outcome:
+    """The drafted answers beside those without the draft and those over blanked images."""
     prompts = [job.prompt for job in jobs]
-    drafted = _answer(session.plan, session.params, prompts, config.batch, "decode")
     plain = parity = None
     if config.plain:
         plain = _answer(session.plain, session.params, prompts, config.batch, "decode plainly")

@@ -40,9 +40,13 @@ def block_attention(
         return product * scale
 
     def weigh(probabilities: Array, values: Array, spec: str) -> Array:
+        probabilities = probabilities.astype(values.dtype)
+        if jax.default_backend() == "cpu":
+            # XLA:CPU has no bf16 x bf16 -> fp32 product at some of these shapes.
+            probabilities, values = (x.astype(jnp.float32) for x in (probabilities, values))
         return jnp.einsum(
             spec,
-            probabilities.astype(values.dtype),
+            probabilities,
             values,
             precision=precision,
             preferred_element_type=jnp.float32,

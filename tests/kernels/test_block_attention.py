@@ -80,3 +80,19 @@ def test_large_scores_stay_finite():
     q, *rest = inputs(4, 2)
     run = jax.jit(functools.partial(block_attention, scale=1e3, causal=False))
     assert np.isfinite(run(q, *rest, jnp.asarray(LENGTHS))).all()
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_bf16_stays_near_fp32(batch):
+    """Every shape must run in bf16 on every backend, with bf16 rounding and no more."""
+    keys = jax.random.split(jax.random.key(batch), 5)
+    q = jax.random.normal(keys[0], (batch, 16, 4, 64))
+    k_cache, v_cache = (jax.random.normal(key, (batch, 2, 96, 64)) for key in keys[1:3])
+    k, v = (jax.random.normal(key, (batch, 16, 2, 64)) for key in keys[3:])
+    length = jnp.full((batch,), 80)
+    arguments = (q, k_cache, v_cache, k, v)
+    attend = jax.jit(functools.partial(block_attention, scale=0.125, causal=True))
+    exact = attend(*(x.astype(jnp.bfloat16).astype(jnp.float32) for x in arguments), length)
+    narrow = attend(*(x.astype(jnp.bfloat16) for x in arguments), length)
+    assert narrow.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(narrow, np.float32) - np.asarray(exact)).max() < 0.03
