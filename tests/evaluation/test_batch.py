@@ -163,7 +163,10 @@ def test_the_cache_limits_an_answer_but_not_silently_a_prompt(tool, prompts, cap
     assert rows[0]["usage"]["total_tokens"] <= 30
     assert set(rows[1]) == {"id", "error"}
     assert rows[1]["error"].startswith(f"{path}:2: the prompt has ")
-    assert "the cache holds 30 with the answer (raise --max-length)" in rows[1]["error"]
+    assert (
+        "the cache holds 30 with the answer (--max-length, up to the model's own limit)"
+        in rows[1]["error"]
+    )
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["a wrong id", "an answer cut short"])
