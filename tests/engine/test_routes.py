@@ -1,0 +1,44 @@
+"""B04: one request means one prompt, whichever way its image comes in."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmflash_jax.engine.jsonl import read_requests
+from mmflash_jax.engine.prompts import PromptEncoder, Request
+from mmflash_jax.load import load_target
+
+
+@pytest.fixture(scope="module")
+def encoder(qwen35):
+    target, _ = load_target(qwen35.folder, "float32")
+    return PromptEncoder.from_checkpoint(qwen35.folder, target)
+
+
+def test_file_bytes_picture_chat_and_prompt_file_give_the_same_prompt(encoder, tmp_path):
+    file = tmp_path / "noise.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (70, 110, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+    chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}]
+    prompts_file = tmp_path / "prompts.jsonl"
+    prompts_file.write_text(json.dumps({"text": "Hi", "images": ["noise.png"]}))
+    (line,) = read_requests(prompts_file, max_tokens=256)
+    assert line.request is not None
+    first, *others = [
+        encoder.encode(request)
+        for request in (
+            Request(text="Hi", images=(file,)),
+            Request(text="Hi", images=(file.read_bytes(),)),
+            Request(text="Hi", images=(Image.fromarray(pixels),)),
+            Request(messages=chat, images=(file,)),
+            line.request,
+        )
+    ]
+    assert (first.media_idx >= 0).sum() == first.images[0].num_tokens > 0
+    for other in others:
+        for name in ("ids", "media_idx", "positions"):
+            np.testing.assert_array_equal(getattr(first, name), getattr(other, name))
+        np.testing.assert_array_equal(first.images[0].patches, other.images[0].patches)
+        assert first.rope_shift == other.rope_shift
