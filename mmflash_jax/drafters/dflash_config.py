@@ -61,6 +61,9 @@ class Config:
         mask = _own(config, "mask_token_id")
         if isinstance(mask, bool) or not isinstance(mask, int):
             raise ConfigError(f"{where}: mask_token_id is {mask!r}, expected a token id")
+        block = _own(config, "block_size", 16)
+        if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+            raise ConfigError(f"{where}: block_size is {block!r}, expected a number of at least 2")
         cap = _own(config, "final_logit_softcapping")
         return cls(
             **fields,
@@ -71,9 +74,9 @@ class Config:
             layers=_layers(config, where),
             target_layer_ids=tuple(ids),
             mask_token_id=mask,
-            block_size=int(_own(config, "block_size") or 16),
-            input_embedding_scale=float(_own(config, "input_embedding_scale") or 1.0),
-            output_multiplier=float(_own(config, "output_multiplier") or 1.0),
+            block_size=block,
+            input_embedding_scale=float(_own(config, "input_embedding_scale", 1.0)),
+            output_multiplier=float(_own(config, "output_multiplier", 1.0)),
             final_logit_softcapping=float(cap) if cap else None,
         )
 
@@ -144,14 +147,15 @@ def default_layer_ids(target_layers: int, count: int) -> list[int]:
     return [round(1 + i * (target_layers - 4) / (count - 1)) for i in range(count)]
 
 
-def _own(config: Mapping[str, Any], name: str) -> Any:
+def _own(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """A DFlash key, in `dflash_config` or at top level; two different values are an error."""
     nested, top = (config.get("dflash_config") or {}).get(name), config.get(name)
     if nested is not None and top is not None and nested != top:
         raise ConfigError(
             f"draft config.json: {name} is {nested!r} in dflash_config but {top!r} at top level"
         )
-    return top if nested is None else nested
+    found = top if nested is None else nested
+    return default if found is None else found
 
 
 def _refuse_foreign_rotary(config: Mapping[str, Any], where: str) -> None:

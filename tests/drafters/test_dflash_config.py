@@ -181,3 +181,11 @@ def test_written_config_reads_back(change):
     written = json.loads(json.dumps(drafter.config.to_hf()))
     assert DFlash.from_hf(written, "float32") == drafter
     assert not {"partial_rotary_factor", "mrope_section", "mrope_interleaved"} & set(written)
+
+
+@pytest.mark.parametrize("size", [0, 1, "16", True])
+def test_a_block_without_drafts_is_refused(size):
+    own = {**OWN, "block_size": size}
+    plain = {name: value for name, value in CONFIG.items() if name != "block_size"}
+    with pytest.raises(ConfigError, match=f"block_size is {size!r}"):
+        DFlash.from_hf({**plain, "dflash_config": own}, "float32")
