@@ -93,7 +93,9 @@ def run(config: ServeConfig) -> int:
     lines = read_requests(path, max_tokens=config.max_tokens)
     session = load(config)
     longest = min(config.max_length, session.plan.target.config.max_position_embeddings)
-    lines, jobs = prepare(session.encoder, lines, longest)
+    # Every run below, the blanked one too, keeps to the shorter of the two limits.
+    config = dataclasses.replace(config, max_length=longest)
+    lines, jobs = prepare(session.encoder, lines, config.max_length)
     prompts = [job.prompt for job in jobs]
     drafted = _answer(session.plan, session.params, prompts, config.batch, "decode")
     texts = [session.encoder.decode(c.token_ids) for c in drafted.completions]
