@@ -12,6 +12,7 @@ _FIELDS = {
     "text": (str,),
     "images": (list,),
     "max_tokens": (int,),
+    "stop": (list,),
     "answer": (str,),
 }
 
@@ -62,6 +63,7 @@ def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
         text=value.get("text", ""),
         images=tuple(path.parent / name for name in value.get("images", ())),
         max_tokens=value.get("max_tokens", max_tokens),
+        stop=tuple(value.get("stop", ())),
     )
     return Line(where=where, id=line_id, request=request, answer=value.get("answer"))
 
@@ -93,5 +95,8 @@ def _check(value: Any) -> None:
     bad = [name for name in value.get("images", ()) if not isinstance(name, str)]
     if bad:
         raise ValueError(f"images holds {bad[0]!r}, expected file names")
+    bad = [stop for stop in value.get("stop", ()) if not isinstance(stop, str) or not stop]
+    if bad:
+        raise ValueError(f"stop holds {bad[0]!r}, expected strings that are not empty")
     if value.get("max_tokens", 1) < 1:
         raise ValueError(f"max_tokens is {value['max_tokens']}, it must be at least 1")

@@ -1,5 +1,6 @@
 """Answer a list of prompts in batches and measure it. Host side only."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from mmflash_jax.decode.buckets import bucket
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import FINISH_REASONS, DecodeState, Plan, Prompt
+from mmflash_jax.engine.stops import cut_at_stop
 from mmflash_jax.layers.schema import Params
 
 MORE_THAN_ANY_ROW = np.int32(2**30)
@@ -20,7 +22,7 @@ MORE_THAN_ANY_ROW = np.int32(2**30)
 class Completion:
     """One answer.
 
-    token_ids: generated ids, a stop token included.
+    token_ids: generated ids, a stop token included; `until_stop` cuts them at a stop string.
     finish_reason: "stop" or "length".
     steps: verify steps, the prefill's token takes none.
     committed: int `[block]`, steps that committed index + 1 tokens.
@@ -35,7 +37,8 @@ class Completion:
     @property
     def tau(self) -> float | None:
         """Tokens committed per verify step, bonus included; None if no step was needed."""
-        return (len(self.token_ids) - 1) / self.steps if self.steps else None
+        committed = int(self.committed @ (1 + np.arange(len(self.committed))))
+        return committed / self.steps if self.steps else None
 
 
 @dataclass
@@ -92,6 +95,17 @@ def answer(
         answers.completions += done
         on_progress(len(part))
     return answers
+
+
+def until_stop(
+    decode: Callable[[Sequence[int]], str], completion: Completion, stops: Sequence[str]
+) -> tuple[str, Completion]:
+    """Text and completion up to the first stop string; its counters keep what was decoded."""
+    text, count, stopped = cut_at_stop(decode, completion.token_ids, stops)
+    if not stopped:
+        return text, completion
+    kept = completion.token_ids[:count]
+    return text, dataclasses.replace(completion, token_ids=kept, finish_reason="stop")
 
 
 def _completions(prompts: Sequence[Prompt], state: DecodeState) -> list[Completion]:

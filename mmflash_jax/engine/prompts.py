@@ -41,6 +41,7 @@ class Request:
     ids: a tokenised prompt, with one placeholder an image or with all of them.
     images: files, file contents or PIL images.
     max_tokens: most tokens to generate.
+    stop: strings that end the answer; the text returned ends before them.
     """
 
     id: str = ""
@@ -49,6 +50,7 @@ class Request:
     ids: Sequence[int] | None = None
     images: Sequence[Source] = ()
     max_tokens: int = 256
+    stop: Sequence[str] = ()
 
 
 class PromptTarget(Protocol):

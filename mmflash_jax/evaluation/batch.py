@@ -17,7 +17,7 @@ from mmflash_jax.demo.corpus import final_answer
 from mmflash_jax.drafters import DFlash, NoDraft
 from mmflash_jax.engine.images import ImageError, open_image
 from mmflash_jax.engine.jsonl import Line, read_requests
-from mmflash_jax.engine.offline import Answers, Completion, answer
+from mmflash_jax.engine.offline import Answers, Completion, answer, until_stop
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.exactness import Parity, compare
@@ -98,10 +98,14 @@ def run(config: ServeConfig) -> int:
     lines, jobs = prepare(session.encoder, lines, config.max_length)
     prompts = [job.prompt for job in jobs]
     drafted = _answer(session.plan, session.params, prompts, config.batch, "decode")
-    texts = [session.encoder.decode(c.token_ids) for c in drafted.completions]
+    ended = [
+        until_stop(session.encoder.decode, completion, job.request.stop)
+        for job, completion in zip(jobs, drafted.completions, strict=True)
+    ]
+    texts = [text for text, _ in ended]
     if config.output:
         # Before the comparisons: whatever happens to them, the answers are safe.
-        write_answers(config.output, lines, jobs, texts, drafted.completions)
+        write_answers(config.output, lines, jobs, texts, [completion for _, completion in ended])
     outcome = compare_with_other_runs(session, jobs, drafted, config)
     report.print_answers([job.line for job in jobs], texts, outcome.drafted, outcome.parity)
     for line in lines:
