@@ -44,7 +44,7 @@ def load_target(folder: Path, dtype: str, mesh: Mesh | None = None) -> tuple[Tar
         target.weight_rules(),
         TensorStore(folder),
         target.abstract_params(),
-        ignore=target.IGNORED,
+        ignore=target.ignored,
         sharding=sharding_by_rules(target.SHARDING, mesh),
     )
     return target, params

@@ -128,7 +128,7 @@ def encode_media(
 def _stack(images: Sequence[PatchedImage], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = 1 << (len(images) - 1).bit_length()
     patches = np.zeros((count, size, images[0].patches.shape[1]), np.float32)
-    # An absent image is one merged token wide, so that no row of its attention is empty.
+    # An absent image has a few patches, so that no row of its attention is empty.
     rows, columns = np.full(count, 2, np.int32), np.full(count, 2, np.int32)
     for slot, image in enumerate(images):
         patches[slot, : len(image.patches)] = image.patches

@@ -19,7 +19,7 @@ from mmflash_jax.targets import Target
 class PatchedImage:
     """One preprocessed image.
 
-    patches: fp32 `[rows * columns, C]`, in the order of the image processor.
+    patches: fp32 `[rows * columns, C]`, in the order of the target's `unpack_image`.
     rows, columns: patches down and across.
     num_tokens: tokens this image takes in the prompt.
     """

@@ -54,10 +54,21 @@ class Request:
 
 
 class PromptTarget(Protocol):
-    """What encoding asks of a target; `config` has `vocab_size` and `image_token_id`."""
+    """What encoding asks of a target: a part of `targets.base.Target`."""
 
     @property
     def config(self) -> Any: ...
+
+    @property
+    def image_side(self) -> int: ...
+
+    @property
+    def image_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]: ...
+
+    @property
+    def image_settings(self) -> Mapping[str, Any]: ...
+
+    def unpack_image(self, made: Mapping[str, Any]) -> tuple[np.ndarray, int, int]: ...
 
     def prompt_positions(
         self, ids: np.ndarray, grids: Sequence[tuple[int, int]]
@@ -95,7 +106,7 @@ class PromptEncoder:
         if tokenizer.chat_template is None:
             raise PromptError(f"{folder} has no chat template (chat_template.jinja)")
         config = read_json(folder / "config.json")
-        _check_patches(processor, config.get("vision_config") or {})
+        _check_patches(processor, target.image_settings)
         names = ("video_token_id", "audio_token_id")
         return cls(
             tokenizer=tokenizer,
@@ -200,32 +211,43 @@ class PromptEncoder:
         except ValueError as error:
             # The processor's own limits, such as the ratio of the sides.
             raise PromptError(f"{name}: {image.width} x {image.height}: {error}") from None
-        _, rows, columns = (int(size) for size in made["image_grid_thw"][0])
+        patches, rows, columns = self.target.unpack_image(made)
         return PatchedImage(
-            patches=np.asarray(made["pixel_values"], np.float32),
+            patches=patches,
             rows=rows,
             columns=columns,
-            num_tokens=rows * columns // self.image_processor.merge_size**2,
+            num_tokens=rows * columns // self.target.image_side**2,
         )
 
     def _grids(self, images: Sequence[PatchedImage]) -> list[tuple[int, int]]:
-        merge = self.image_processor.merge_size
-        return [(image.rows // merge, image.columns // merge) for image in images]
+        side = self.target.image_side
+        return [(image.rows // side, image.columns // side) for image in images]
 
     def _expand(
         self, ids: np.ndarray, runs: list[tuple[int, int]], images: Sequence[PatchedImage]
     ) -> np.ndarray:
-        """The ids with as many placeholders for each image as it takes tokens."""
-        repeats = np.ones(len(ids), np.int64)
+        """The ids with as many placeholders for each image as it takes tokens, framed."""
+        parts, done = [], 0
         for index, ((start, count), image) in enumerate(zip(runs, images, strict=True)):
-            if count == 1:
-                repeats[start] = image.num_tokens
-            elif count != image.num_tokens:
+            if count not in (1, image.num_tokens):
                 raise PromptError(
                     f"image {index + 1} has {count} placeholders in ids and takes "
                     f"{image.num_tokens} tokens"
                 )
-        return np.repeat(ids, repeats)
+            run = np.full(image.num_tokens, ids[start], np.int32)
+            parts += [ids[done:start], self._framed(ids, start, count, run)]
+            done = start + count
+        return np.concatenate([*parts, ids[done:]])
+
+    def _framed(self, ids: np.ndarray, start: int, count: int, run: np.ndarray) -> np.ndarray:
+        """An image's run between the ids that belong around it, unless they stand there."""
+        before, after = self.target.image_frame
+        end = start + count
+        if tuple(ids[max(start - len(before), 0) : start]) == before:
+            before = ()
+        if tuple(ids[end : end + len(after)]) == after:
+            after = ()
+        return np.concatenate([before, run, after]).astype(np.int32)
 
     def _checked(self, ids: Sequence[int]) -> np.ndarray:
         """The ids as int32, each one something that the target can look up or see."""
@@ -273,16 +295,11 @@ def _says_something(content: Any) -> bool:
     return any(part.get("type") != "text" or str(part.get("text")).strip() for part in parts)
 
 
-def _check_patches(processor: Any, vision: Mapping[str, Any]) -> None:
-    pairs = (
-        ("patch_size", "patch_size"),
-        ("temporal_patch_size", "temporal_patch_size"),
-        ("merge_size", "spatial_merge_size"),
-    )
-    for ours, theirs in pairs:
-        cut, seen = getattr(processor, ours, None), vision.get(theirs)
-        if cut != seen:
+def _check_patches(processor: Any, needed: Mapping[str, Any]) -> None:
+    for name, value in needed.items():
+        cut = getattr(processor, name, None)
+        if cut != value:
             raise PromptError(
-                f"preprocessor_config.json: {ours} is {cut}, but config.json vision_config: "
-                f"{theirs} is {seen}"
+                f"preprocessor_config.json: {name} is {cut}, but the image tower of config.json "
+                f"needs {value}"
             )

@@ -1,7 +1,28 @@
-"""Writing new rows into a key/value cache."""
+"""Key/value caches: a slot for every token, or a ring of the last ones."""
 
+from dataclasses import dataclass
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class AttentionCache:
+    """Keys and values `[B, K, S, H]`; slot s holds token s, in a ring the last one that is s
+    modulo S."""
+
+    k: Array
+    v: Array
+
+
+def empty_cache(
+    batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype
+) -> AttentionCache:
+    """A cache that holds nothing."""
+    shape = (batch, heads, slots, width)
+    return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
 def write_rows(
@@ -9,13 +30,40 @@ def write_rows(
     rows: Float[Array, "B T K H"],
     start: Int[Array, " B"],
     count: Int[Array, " B"],
+    *,
+    ring: bool = False,
 ) -> Float[Array, "B K S H"]:
     """Put the first `count` of `T` rows at slots `start ..` of each batch row.
 
-    Rows past `count` and slots past the end are dropped, so padding never reaches a cache.
+    Rows past `count` and slots past the end are dropped, so padding never reaches a cache. In a
+    `ring` slots count modulo S and the last S rows stay.
+
+    A ring of `window + block` slots survives rejection: a rejected row has overwritten the token
+    S positions before it, which lies outside the window of every position that is still to come.
     """
     B, T = rows.shape[:2]
     slots = cache.shape[2]
     step = jnp.arange(T)
-    slot = jnp.where(step < count[:, None], start[:, None] + step, slots)
+    slot = start[:, None] + step
+    wanted = step < count[:, None]
+    if ring:
+        wanted &= step >= count[:, None] - slots
+        slot = slot % slots
+    slot = jnp.where(wanted, slot, slots)
     return cache.at[jnp.arange(B)[:, None], :, slot].set(rows.astype(cache.dtype), mode="drop")
+
+
+def write_cache(
+    cache: AttentionCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    ring: bool = False,
+) -> AttentionCache:
+    """`write_rows` for keys and values."""
+    return AttentionCache(
+        k=write_rows(cache.k, k, start, count, ring=ring),
+        v=write_rows(cache.v, v, start, count, ring=ring),
+    )

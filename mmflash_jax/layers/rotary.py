@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain 1-D, interleaved M-RoPE and the 2-D form of image towers."""
+"""Rotary position embedding: plain and proportional 1-D, interleaved M-RoPE, 2-D of image towers."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,19 @@ def rotary_angles(
 ) -> Float[Array, "*batch half"]:
     """fp32 angles of 1-D positions for the first `width` dimensions of a head."""
     return position[..., None].astype(jnp.float32) * inverse_frequencies(theta, width)
+
+
+def proportional_angles(
+    position: Int[Array, "*batch"], theta: float, width: int, share: float
+) -> Float[Array, "*batch half"]:
+    """fp32 angles for a whole head of which only the first `share` of the frequencies turn.
+
+    The frequencies are those of the whole head; the others are zero (transformers 5.24
+    `_compute_proportional_rope_parameters`). A share of 1 gives ordinary rotary embedding.
+    """
+    frequencies = inverse_frequencies(theta, width)
+    frequencies[int(share * width // 2) :] = 0.0
+    return position[..., None].astype(jnp.float32) * frequencies
 
 
 def mrope_angles(

@@ -4,7 +4,7 @@ A target is a plan (frozen, hashable: config and dtype); its parameters travel b
 nested dict. One file per family implements `Target`; `targets/__init__.py` names them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -16,6 +16,8 @@ from mmflash_jax.layers.schema import Params
 from mmflash_jax.weights import Rule
 
 Cache = Any
+Embedded = Any
+"""What `embed` gives and a pass takes: the stream `[B, T, D]`, or a pytree that holds it."""
 
 
 @jax.tree_util.register_dataclass
@@ -36,14 +38,14 @@ class TargetOutput:
 class Target(Protocol):
     """A vision-language model that can be decoded speculatively."""
 
-    IGNORED: ClassVar[tuple[str, ...]]
-    """Regular expressions of checkpoint tensors that are accepted and not used."""
-
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]]
     """Ordered (regular expression of the dotted path, mesh axis of each dimension)."""
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Any:
+        """The family's own, with at least `vocab_size`, `hidden_size`, `num_hidden_layers`,
+        `max_position_embeddings` and `image_token_id`."""
+        ...
 
     @property
     def dtype(self) -> str: ...
@@ -51,6 +53,34 @@ class Target(Protocol):
     @property
     def position_axes(self) -> int:
         """Axes of a rotary position (1, or 3 for M-RoPE)."""
+        ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Regular expressions of checkpoint tensors that are accepted and not used."""
+        ...
+
+    @property
+    def image_side(self) -> int:
+        """Side of the square of patches that becomes one token."""
+        ...
+
+    @property
+    def image_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids that the prompt gets before and after each image's tokens, besides what the chat
+        template writes."""
+        ...
+
+    @property
+    def image_settings(self) -> Mapping[str, Any]:
+        """Attributes that the checkpoint's image processor must have for this tower."""
+        ...
+
+    def unpack_image(self, made: Mapping[str, Any]) -> tuple[np.ndarray, int, int]:
+        """Patches, rows and columns of one image that the image processor has made.
+
+        Patches are fp32 `[rows * columns, C]` in the order that `encode_images` takes.
+        """
         ...
 
     def abstract_params(self) -> Params:
@@ -81,7 +111,7 @@ class Target(Protocol):
         ids: Int[Array, "B T"],
         media: Float[Array, "M D"] | None = None,
         media_idx: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    ) -> Embedded:
         """Input embeddings, media rows in place of tokens whose `media_idx` is not negative."""
         ...
 
@@ -104,7 +134,7 @@ class Target(Protocol):
     def prefill(
         self,
         params: Params,
-        x: Float[Array, "B T D"],
+        x: Embedded,
         positions: Int[Array, "A B T"],
         cache: Cache,
         length: Int[Array, " B"],
@@ -118,7 +148,7 @@ class Target(Protocol):
     def forward(
         self,
         params: Params,
-        x: Float[Array, "B T D"],
+        x: Embedded,
         positions: Int[Array, "A B T"],
         cache: Cache,
         length: Int[Array, " B"],

@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import write_rows
+from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm, l2_normalise
@@ -134,15 +134,6 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class AttentionCache:
-    """Keys and values `[B, K, S, H]`; slot s holds token s."""
-
-    k: Array
-    v: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
 class DeltaCache:
     """State before the last block and that block's records.
 
@@ -209,11 +200,7 @@ class GatedAttention(nnx.Module):
             scale=self.head_dim**-0.5, causal=True,
         )  # fmt: skip
         gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
-        cache = AttentionCache(
-            k=write_rows(cache.k, k, now.length, now.count),
-            v=write_rows(cache.v, v, now.length, now.count),
-        )
-        return self.o_proj(gated), cache
+        return self.o_proj(gated), write_cache(cache, k, v, now.length, now.count)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -339,7 +326,6 @@ class Qwen35:
     config: Config
     dtype: str = "float32"
 
-    IGNORED: ClassVar[tuple[str, ...]] = (r"mtp\.",)
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|lm_head)\.embedding$", ("model", None)),
         (r"layers\.\d+\.mlp\.(gate|up)_proj\.kernel$", (None, "model")),
@@ -350,8 +336,34 @@ class Qwen35:
     )
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        return (r"mtp\.",)
+
+    @property
     def position_axes(self) -> int:
         return 3
+
+    @property
+    def image_side(self) -> int:
+        return self.config.vision.spatial_merge_size
+
+    @property
+    def image_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        # The chat template writes vision_start and vision_end itself.
+        return (), ()
+
+    @property
+    def image_settings(self) -> dict[str, Any]:
+        vision = self.config.vision
+        return {
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.spatial_merge_size,
+        }
+
+    def unpack_image(self, made: Mapping[str, Any]) -> tuple[np.ndarray, int, int]:
+        _, rows, columns = (int(size) for size in made["image_grid_thw"][0])
+        return np.asarray(made["pixel_values"], np.float32), rows, columns
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], dtype: str) -> "Qwen35":
@@ -432,8 +444,7 @@ class Qwen35:
 
         def layer(kind: str) -> AttentionCache | DeltaCache:
             if kind == "full_attention":
-                shape = (batch, c.num_key_value_heads, capacity, c.head_dim)
-                return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+                return empty_cache(batch, c.num_key_value_heads, capacity, c.head_dim, dtype)
             return DeltaCache(
                 state=jnp.zeros((batch, heads, kd, vd), jnp.float32),
                 keys=jnp.zeros((batch, block, key_heads, kd), jnp.float32),

@@ -20,13 +20,18 @@ def block_attention(
     scale: float,
     causal: bool,
     window: int | None = None,
+    ring: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Attend from a block at positions `length .. length + T - 1` to context and block.
 
-    Cache slot `s` holds position `s`. Query `t` sees context slots `s < length` and the block's
-    own keys (`j <= t` when `causal`); with a `window` of W it sees only keys whose distance is
-    below W, itself included, as transformers counts a sliding window. Slots at or past `length`
-    are never read. Key/value head `k` serves query heads `k*G .. k*G + G - 1`.
+    Cache slot `s` holds position `s`; in a `ring` it holds the last position below `length` that
+    is `s` modulo the number of slots. Query `t` sees context positions below `length` and the
+    block's own keys (`j <= t` when `causal`); with a `window` of W it sees only keys whose distance
+    is below W, itself included, as transformers counts a sliding window. Slots that hold nothing
+    below `length` are never read. Key/value head `k` serves query heads `k*G .. k*G + G - 1`.
+
+    A ring needs a `window`, and at least `window - 1` slots more than the rows of any block that
+    may be written to it and then rejected: see `layers.cache.write_rows`.
 
     Softmax runs in fp32; the products of fp32 inputs run at the highest precision.
     """
@@ -52,14 +57,19 @@ def block_attention(
             preferred_element_type=jnp.float32,
         )
 
-    rows, slots = jnp.arange(T), jnp.arange(S)
-    see_context = slots < length[:, None, None]
+    if ring and window is None:
+        raise ValueError("a ring cache forgets old positions, so it needs a window")
+    rows, slots = jnp.arange(T), jnp.broadcast_to(jnp.arange(S), (B, S))
+    if ring:
+        last = length[:, None] - 1
+        slots = last - (last - slots) % S
+    see_context = ((slots >= 0) & (slots < length[:, None]))[:, None]
     see_block = jnp.ones((T, T), bool)
     if causal:
         see_block &= rows[None, :] <= rows[:, None]
     if window is not None:
         position = length[:, None] + rows
-        see_context = see_context & (position[:, :, None] - slots < window)
+        see_context = see_context & (position[:, :, None] - slots[:, None] < window)
         see_block &= jnp.abs(rows[:, None] - rows[None, :]) < window
 
     context_scores = jnp.where(

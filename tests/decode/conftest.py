@@ -10,12 +10,13 @@ from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.load import load_target
 from mmflash_jax.targets import Target
-from tests import tiny
+from tests import tiny, tiny_gemma4
 from tests.decode import running
 from tests.decode.drafters import Scripted
 from tests.drafts import draft_for, random_params
 from tests.targets.prompts import make_prompt
 from tests.targets.reference import Loaded
+from tests.tiny_gemma4 import FULL, SLIDING
 
 MAX_TOKENS = 40
 # Text of several lengths (one over two chunks), one image, three images of different sizes.
@@ -30,7 +31,7 @@ PARTS = [
     (33,),
 ]
 # The head is not tied: a random tied model repeats one token for ever.
-TEXT = {
+QWEN35 = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "hidden_size": 32,
@@ -47,6 +48,18 @@ TEXT = {
         "mrope_section": [3, 3, 2],
         "mrope_interleaved": True,
     },
+}
+
+# Every kind of layer and of reader, a window below the prompts.
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "sliding_window": 10,
 }
 
 
@@ -94,12 +107,17 @@ class Bench(NamedTuple):
         return Plan(self.target, drafter, ()), params
 
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    """Three layers, all sizes small: what a decoding test compiles decides its time."""
+@pytest.fixture(scope="session", params=["qwen35", "gemma4"])
+def small(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Loaded:
+    """A few layers, all sizes small: what a decoding test compiles decides its time."""
     folder = tmp_path_factory.mktemp("small")
-    vision = {"out_hidden_size": TEXT["hidden_size"]}
-    model = tiny.tiny_qwen35(folder, seed=1, tied=False, text=TEXT, vision=vision)
+    if request.param == "qwen35":
+        vision = {"out_hidden_size": QWEN35["hidden_size"]}
+        model = tiny.tiny_qwen35(folder, seed=1, tied=False, text=QWEN35, vision=vision)
+    else:
+        model = tiny_gemma4.tiny_gemma4(folder, seed=1, text=GEMMA4)
     target, params = load_target(folder, "float32")
     return Loaded(target, params, model, folder)
 

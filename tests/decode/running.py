@@ -93,8 +93,7 @@ def check_step(plan: Plan, before: DecodeState, after: DecodeState) -> None:
 
 def meaning(plan: Plan, state: DecodeState) -> list[list[np.ndarray]]:
     """Per row, what the target's cache means."""
-    taps = plan.target.config.linear_conv_kernel_dim
-    return logical(state.cache, np.asarray(state.length), taps)
+    return logical(plan.target, state.cache, np.asarray(state.length))
 
 
 @functools.partial(jax.jit, static_argnames="plan")

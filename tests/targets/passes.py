@@ -34,7 +34,12 @@ def one_pass(
     """Logits, features and cache of one pass whose padded embeddings are large junk."""
     x = target.embed(params, ids, media, media_idx)
     real = jnp.arange(ids.shape[1]) < count[:, None]
-    x = jnp.where(real[..., None], x, 50.0 + 9.0 * x)
+    x = jax.tree.map(
+        lambda part: jnp.where(
+            real.reshape(*real.shape, *[1] * (part.ndim - 2)), part, 50.0 + 9.0 * part
+        ),
+        x,
+    )
     run = target.prefill if decided else target.forward
     out = run(params, x, positions, cache, length, count, capture=capture)
     return target.logits(params, out.hidden), out.features, out.cache

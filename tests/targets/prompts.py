@@ -13,7 +13,7 @@ def make_prompt(target: Target, *parts: int | tuple[int, int], seed: int, max_to
     """A prompt of parts in order: a number is that many random text tokens, a pair is a random
     image of so many rows and columns of patches."""
     rng = np.random.default_rng(seed)
-    merge = target.config.vision.spatial_merge_size
+    merge = target.image_side
     pixels = int(np.prod(target.config.vision.patch_shape))
     ids, media_idx, images, grids = [], [], [], []
     media = 0

@@ -30,12 +30,35 @@ def inputs(model: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
     ids = torch.from_numpy(prompt.ids.astype(np.int64))[None]
     given = {"input_ids": ids}
     if prompt.images:
-        patches = np.concatenate([image.patches for image in prompt.images])
-        grids = [[1, image.rows, image.columns] for image in prompt.images]
-        given["pixel_values"] = torch.from_numpy(patches)
-        given["image_grid_thw"] = torch.tensor(grids)
+        given |= _IMAGES[model.config.model_type](model, prompt)
         given["mm_token_type_ids"] = torch.from_numpy(prompt.media_idx >= 0)[None].int()
     return given
+
+
+def _qwen35_images(model: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
+    patches = np.concatenate([image.patches for image in prompt.images])
+    grids = [[1, image.rows, image.columns] for image in prompt.images]
+    return {"pixel_values": torch.from_numpy(patches), "image_grid_thw": torch.tensor(grids)}
+
+
+def _gemma4_images(model: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """Padded patches with the (x, y) of each; the order is ours, runs of a pooled token."""
+    pool = model.config.vision_config.pooling_kernel_size
+    most = max(len(image.patches) for image in prompt.images)
+    patches = np.zeros((len(prompt.images), most, prompt.images[0].patches.shape[1]), np.float32)
+    places = np.full((len(prompt.images), most, 2), -1)
+    for index, image in enumerate(prompt.images):
+        grid = np.indices((image.rows, image.columns))[::-1]
+        blocks = grid.reshape(2, image.rows // pool, pool, image.columns // pool, pool)
+        places[index, : len(image.patches)] = blocks.transpose(1, 3, 2, 4, 0).reshape(-1, 2)
+        patches[index, : len(image.patches)] = image.patches
+    return {
+        "pixel_values": torch.from_numpy(patches),
+        "image_position_ids": torch.from_numpy(places),
+    }
+
+
+_IMAGES = {"qwen3_5": _qwen35_images, "gemma4": _gemma4_images}
 
 
 def run(model: Any, prompt: Prompt) -> Reference:

@@ -27,19 +27,19 @@ def rope(config, **fields):
     return change(config, rope_parameters=config["text_config"]["rope_parameters"] | fields)
 
 
-def test_every_size_comes_from_the_file(loaded):
-    text = read_config(loaded.folder)["text_config"]
-    config = loaded.target.config
+def test_every_size_comes_from_the_file(any_qwen):
+    text = read_config(any_qwen.folder)["text_config"]
+    config = any_qwen.target.config
     for name in ("hidden_size", "head_dim", "linear_num_value_heads", "vocab_size"):
         assert getattr(config, name) == text[name]
     assert list(config.layer_types) == text["layer_types"]
     assert config.rope_theta == text["rope_parameters"]["rope_theta"]
 
 
-def test_layer_types_may_be_given_by_their_interval(tied):
-    config = read_config(tied.folder)
+def test_layer_types_may_be_given_by_their_interval(qwen):
+    config = read_config(qwen.folder)
     short = change(config, layer_types=None, full_attention_interval=4)
-    assert Qwen35.from_hf(short, "float32") == tied.target
+    assert Qwen35.from_hf(short, "float32") == qwen.target
 
 
 @pytest.mark.parametrize(
@@ -59,40 +59,40 @@ def test_layer_types_may_be_given_by_their_interval(tied):
         (lambda c: {k: v for k, v in c.items() if k != "image_token_id"}, ["image_token_id"]),
     ],
 )
-def test_config_refuses_what_it_cannot_do(tied, made, names):
+def test_config_refuses_what_it_cannot_do(qwen, made, names):
     with pytest.raises(ConfigError) as error:
-        Qwen35.from_hf(made(read_config(tied.folder)), "float32")
+        Qwen35.from_hf(made(read_config(qwen.folder)), "float32")
     assert all(name in str(error.value) for name in names), error.value
 
 
-def test_export_then_import_is_the_identity(loaded, tmp_path):
+def test_export_then_import_is_the_identity(any_qwen, tmp_path):
     """Tied and untied: every tensor of the checkpoint, and the parameters bit for bit."""
-    rules = loaded.target.weight_rules()
-    exported = export_params(rules, loaded.params, float32=[""])
-    assert set(exported) == set(TensorStore(loaded.folder))
-    write_checkpoint(tmp_path, exported, read_config(loaded.folder))
+    rules = any_qwen.target.weight_rules()
+    exported = export_params(rules, any_qwen.params, float32=[""])
+    assert set(exported) == set(TensorStore(any_qwen.folder))
+    write_checkpoint(tmp_path, exported, read_config(any_qwen.folder))
     target, params = load_target(tmp_path, "float32")
-    assert target == loaded.target
-    before, after = dict(leaves_with_path(loaded.params)), dict(leaves_with_path(params))
+    assert target == any_qwen.target
+    before, after = dict(leaves_with_path(any_qwen.params)), dict(leaves_with_path(params))
     assert before.keys() == after.keys()
     for path, value in before.items():
         np.testing.assert_array_equal(after[path], value, err_msg=str(path))
 
 
-def test_bfloat16_keeps_the_decay_and_the_gated_norm_wide(tied):
+def test_bfloat16_keeps_the_decay_and_the_gated_norm_wide(qwen):
     """Checkpoints store them in fp32; rounding them shifts every step's decay."""
     wide = {"A_log", "dt_bias", "linear_attn.norm.weight"}
-    _, params = load_target(tied.folder, "bfloat16")
+    _, params = load_target(qwen.folder, "bfloat16")
     for path, value in leaves_with_path(params):
         name = ".".join(map(str, path))
         expected = jnp.float32 if any(name.endswith(end) for end in wide) else jnp.bfloat16
         assert value.dtype == expected, name
 
 
-def test_tensors_of_the_mtp_head_are_accepted_and_others_are_not(tied, tmp_path):
+def test_tensors_of_the_mtp_head_are_accepted_and_others_are_not(qwen, tmp_path):
     """D07 on a whole checkpoint: renamed, dropped and added tensors in one error."""
-    tensors = {name: np.asarray(value) for name, value in TensorStore(tied.folder).items()}
-    config = read_config(tied.folder)
+    tensors = {name: np.asarray(value) for name, value in TensorStore(qwen.folder).items()}
+    config = read_config(qwen.folder)
     write_checkpoint(tmp_path / "mtp", tensors | {"mtp.fc.weight": np.zeros((2, 2))}, config)
     load_target(tmp_path / "mtp", "float32")
     old = "model.language_model.layers.0.linear_attn.A_log"
@@ -111,20 +111,20 @@ def test_tensors_of_the_mtp_head_are_accepted_and_others_are_not(tied, tmp_path)
         assert line in str(error.value)
 
 
-def test_the_rules_cover_every_parameter_of_every_shape(loaded):
-    paths = {rule.path for rule in loaded.target.weight_rules()}
-    assert paths == {path for path, _ in leaves_with_path(loaded.target.abstract_params())}
+def test_the_rules_cover_every_parameter_of_every_shape(any_qwen):
+    paths = {rule.path for rule in any_qwen.target.weight_rules()}
+    assert paths == {path for path, _ in leaves_with_path(any_qwen.target.abstract_params())}
 
 
-def test_plans_are_hashable_and_equal_by_value(tied):
-    again = Qwen35.from_hf(read_config(tied.folder), "float32")
-    assert again == tied.target
-    assert hash(again) == hash(tied.target)
+def test_plans_are_hashable_and_equal_by_value(qwen):
+    again = Qwen35.from_hf(read_config(qwen.folder), "float32")
+    assert again == qwen.target
+    assert hash(again) == hash(qwen.target)
 
 
-def test_stop_ids_are_the_union_of_all_sources(tied, tmp_path):
+def test_stop_ids_are_the_union_of_all_sources(qwen, tmp_path):
     """Released files disagree on the end: config, generation config and tokenizer are joined."""
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 256}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 7]}))
     assert stop_ids(tmp_path, 9, None) == (7, 9, 256, 258)
-    assert 256 in stop_ids(tied.folder)
+    assert 256 in stop_ids(qwen.folder)

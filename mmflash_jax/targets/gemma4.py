@@ -1,0 +1,385 @@
+"""Gemma 4 (E2B, E4B) as target: sliding and full attention, per-layer embeddings, shared keys.
+
+Follows transformers 5.24 `models/gemma4/modeling_gemma4.py`. Sliding layers keep a ring of
+`window + block` slots; rejected tokens need no undoing, since the next pass starts at the committed
+length (`layers.cache.write_rows`). The last layers make no keys and values of their own and read
+those of an earlier layer, so the cache has entries for the makers only.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
+from mmflash_jax.layers.linear import Embedding, linear
+from mmflash_jax.layers.mlp import GeGLU, gelu
+from mmflash_jax.layers.norm import GemmaRMSNorm
+from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
+from mmflash_jax.layers.schema import Params, Path, abstract_module
+from mmflash_jax.targets.base import TargetOutput
+from mmflash_jax.targets.gemma4_config import Config, Layer, Rotary
+from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
+from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
+from mmflash_jax.weights import TRANSPOSE, Rule
+from pallas_kernels import block_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """Input of a pass: the stream `[B, T, D]` and what each layer adds, `[B, T, L, P]`."""
+
+    x: Array
+    per_layer: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """Keys and values of the layers that make them, by layer order."""
+
+    layers: tuple[AttentionCache, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class _Context:
+    """Keys and values that a layer reads: the cache before this pass, and the pass's own rows
+    `[B, T, K, H]`."""
+
+    cache: AttentionCache
+    k: Array
+    v: Array
+
+
+def _times(x: Float[Array, "*batch"], factor: float) -> Float[Array, "*batch"]:
+    """Product with a constant, rounded once: torch does not round the constant to bf16 first."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Attention without a score scale: queries and keys are normed, values too."""
+
+    def __init__(self, config: Config, layer: Layer, index: int, *, dtype: jnp.dtype,
+                 rngs: nnx.Rngs):  # fmt: skip
+        self.layer, self.heads = layer, config.num_attention_heads
+        self.makes_keys = layer.source == index
+        width, inner = config.hidden_size, self.heads * layer.head_dim
+        norm = functools.partial(
+            GemmaRMSNorm, layer.head_dim, eps=config.rms_norm_eps, dtype=dtype
+        )
+        self.q_proj = linear(width, inner, dtype=dtype, rngs=rngs)
+        self.o_proj = linear(inner, width, dtype=dtype, rngs=rngs)
+        self.q_norm = norm()
+        if self.makes_keys:
+            kv = layer.kv_heads * layer.head_dim
+            self.k_proj = linear(width, kv, dtype=dtype, rngs=rngs)
+            self.v_proj = linear(width, kv, dtype=dtype, rngs=rngs)
+            self.k_norm = norm()
+            self.v_norm = norm(weighted=False)
+
+    def keys_values(
+        self, x: Float[Array, "B T D"], angles: Float[Array, "B T half"]
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        B, T, _ = x.shape
+        k = self.k_proj(x).reshape(B, T, self.layer.kv_heads, -1)
+        v = self.v_proj(x).reshape(B, T, self.layer.kv_heads, -1)
+        return apply_rotary(self.k_norm(k), angles), self.v_norm(v)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        angles: Float[Array, "B T half"],
+        context: _Context,
+        length: Int[Array, " B"],
+    ) -> Float[Array, "B T D"]:
+        B, T, _ = x.shape
+        q = apply_rotary(self.q_norm(self.q_proj(x).reshape(B, T, self.heads, -1)), angles)
+        mixed = block_attention(
+            q, k_cache=context.cache.k, v_cache=context.cache.v, k_block=context.k,
+            v_block=context.v, length=length, scale=1.0, causal=True, window=self.layer.window,
+            ring=self.layer.window is not None,
+        )  # fmt: skip
+        return self.o_proj(mixed.reshape(B, T, -1))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention, MLP and per-layer input, each between two norms; then the layer's scalar."""
+
+    def __init__(self, config: Config, index: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        width, extra = config.hidden_size, config.hidden_size_per_layer_input
+        layer = config.layers[index]
+        norm = functools.partial(GemmaRMSNorm, width, eps=config.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(config, layer, index, dtype=dtype, rngs=rngs)
+        self.mlp = GeGLU(width, layer.intermediate_size, dtype=dtype, rngs=rngs)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+        self.per_layer_input_gate = linear(width, extra, dtype=dtype, rngs=rngs)
+        self.per_layer_projection = linear(extra, width, dtype=dtype, rngs=rngs)
+        self.post_per_layer_input_norm = norm()
+        self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        per_layer: Float[Array, "B T P"],
+        angles: Float[Array, "B T half"],
+        cache: AttentionCache | _Context,
+        length: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B T D"], _Context]:
+        """Output and the keys and values read; `cache` is a maker's own, or a reader's source."""
+        normed = self.input_layernorm(x)
+        if isinstance(cache, AttentionCache):
+            k, v = self.self_attn.keys_values(normed, angles)
+            context = _Context(cache=cache, k=k, v=v)
+        else:
+            context = cache
+        mixed = self.self_attn(normed, angles, context, length)
+        x = x + self.post_attention_layernorm(mixed)
+        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        gate = gelu(self.per_layer_input_gate(x), approximate=True)
+        x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * per_layer))
+        return x * self.layer_scalar[...], context
+
+
+class Model(nnx.Module):
+    """Text decoder with a tied head, and the image tower."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        layers, extra = config.num_hidden_layers, config.hidden_size_per_layer_input
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.embed_tokens_per_layer = Embedding(
+            config.vocab_size_per_layer_input, layers * extra, dtype=dtype, rngs=rngs
+        )
+        self.per_layer_model_projection = linear(
+            config.hidden_size, layers * extra, dtype=dtype, rngs=rngs
+        )
+        self.per_layer_projection_norm = GemmaRMSNorm(extra, eps=config.rms_norm_eps, dtype=dtype)
+        self.layers = nnx.List(
+            [DecoderLayer(config, index, dtype=dtype, rngs=rngs) for index in range(layers)]
+        )
+        self.norm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.visual = VisionTower(config.vision, dtype=dtype, rngs=rngs)
+
+
+@dataclass(frozen=True)
+class Gemma4:
+    """The target plan of `Gemma4ForConditionalGeneration`; see `targets.base.Target`."""
+
+    config: Config
+    dtype: str = "float32"
+
+    SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
+        (r"(embed_tokens|embed_tokens_per_layer)\.embedding$", ("model", None)),
+        (r"layers\.\d+\.mlp\.(gate|up)_proj\.kernel$", (None, "model")),
+        (r"layers\.\d+\.self_attn\.[qkv]_proj\.kernel$", (None, "model")),
+        (r"layers\.\d+\.(mlp\.down_proj|self_attn\.o_proj)\.kernel$", ("model", None)),
+    )
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        # Released files hold key and value weights that no layer reads (gemma4.md 3.1).
+        readers = [i for i, layer in enumerate(self.config.layers) if layer.source != i]
+        unused = "|".join(map(str, readers)) or "none"
+        return (
+            r"model\.(audio_tower|embed_audio)\.",
+            rf"model\.language_model\.layers\.({unused})\.self_attn\.(k_proj|v_proj|k_norm)\.",
+        )
+
+    @property
+    def position_axes(self) -> int:
+        return 1
+
+    @property
+    def image_side(self) -> int:
+        return self.config.vision.pooling_kernel_size
+
+    @property
+    def image_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.config.boi_token_id,), (self.config.eoi_token_id,)
+
+    @property
+    def image_settings(self) -> dict[str, Any]:
+        vision = self.config.vision
+        return {
+            "patch_size": vision.patch_size,
+            "pooling_kernel_size": vision.pooling_kernel_size,
+        }
+
+    def unpack_image(self, made: Mapping[str, Any]) -> tuple[np.ndarray, int, int]:
+        return unpack(made, self.config.vision.pooling_kernel_size)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any], dtype: str) -> "Gemma4":
+        return cls(Config.from_hf(config), dtype)
+
+    def abstract_params(self) -> Params:
+        return _structure(self)[1]
+
+    def _model(self, params: Params) -> Model:
+        return nnx.merge(_structure(self)[0], params)
+
+    def prompt_positions(
+        self, ids: np.ndarray, grids: Sequence[tuple[int, int]]
+    ) -> tuple[np.ndarray, int]:
+        """Plain 1-D positions: an image's tokens count like any others."""
+        return np.arange(len(ids), dtype=np.int32)[None], 0
+
+    def encode_images(
+        self,
+        params: Params,
+        patches: Float[Array, "I P C"],
+        rows: Int[Array, " I"],
+        columns: Int[Array, " I"],
+    ) -> Float[Array, "I M D"]:
+        return self._model(params).visual(patches, rows, columns)
+
+    def embed(
+        self,
+        params: Params,
+        ids: Int[Array, "B T"],
+        media: Float[Array, "M D"] | None = None,
+        media_idx: Int[Array, "B T"] | None = None,
+    ) -> Embedded:
+        """Scaled text rows, unscaled media rows, and per-layer inputs made from both.
+
+        A media token takes the per-layer row of the padding token: its own id means nothing.
+        """
+        c, model, dtype = self.config, self._model(params), jnp.dtype(self.dtype)
+        is_text = jnp.ones(ids.shape, bool) if media_idx is None else media_idx < 0
+        known = jnp.where(is_text, ids, c.pad_token_id)
+        # The scale is rounded to the dtype of the weights first, 50.5 for E4B in bf16.
+        x = model.embed_tokens(known) * jnp.asarray(c.hidden_size**0.5, dtype)
+        if media is not None and media_idx is not None:
+            placed = media[jnp.maximum(media_idx, 0)].astype(dtype)
+            x = jnp.where(is_text[..., None], x, placed)
+        shape = (*ids.shape, c.num_hidden_layers, c.hidden_size_per_layer_input)
+        own = model.embed_tokens_per_layer(known) * jnp.asarray(shape[-1] ** 0.5, dtype)
+        mixed = _times(model.per_layer_model_projection(x), c.hidden_size**-0.5)
+        mixed = model.per_layer_projection_norm(mixed.reshape(shape))
+        return Embedded(x=x, per_layer=_times(mixed + own.reshape(shape), 2.0**-0.5))
+
+    def embed_raw(self, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return self._model(params).embed_tokens(ids)
+
+    def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """Soft cap in fp32; transformers caps in the dtype of the weights, where logits tie."""
+        cap = self.config.final_logit_softcapping
+        logits = self.logits_raw(params, hidden)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def logits_raw(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        return self._model(params).embed_tokens.attend(hidden)
+
+    def init_cache(self, batch: int, capacity: int, block: int) -> Cache:
+        def layer(layer: Layer) -> AttentionCache:
+            slots = capacity if layer.window is None else layer.window + block
+            return empty_cache(batch, layer.kv_heads, slots, layer.head_dim, jnp.dtype(self.dtype))
+
+        makers = (one for index, one in enumerate(self.config.layers) if one.source == index)
+        return Cache(layers=tuple(layer(maker) for maker in makers))
+
+    def prefill(
+        self, params: Params, x: Embedded, positions: Int[Array, "1 B T"], cache: Cache,
+        length: Int[Array, " B"], count: Int[Array, " B"], *, capture: tuple[int, ...],
+    ) -> TargetOutput:  # fmt: skip
+        model = self._model(params)
+        angles = {rotary_of(layer): None for layer in self.config.layers}
+        for rotary, head_dim in angles:
+            angles[rotary, head_dim] = proportional_angles(
+                positions[0], rotary.theta, head_dim, rotary.share
+            )
+        own = iter(cache.layers)
+        contexts: dict[int, _Context] = {}
+        written: list[AttentionCache] = []
+        captured: dict[int, Array] = {}
+        stream = x.x
+        for index, layer in enumerate(self.config.layers):
+            is_maker = layer.source == index
+            read = next(own) if is_maker else contexts[layer.source]
+            with jax.named_scope(f"layer_{index}"):
+                stream, context = model.layers[index](
+                    stream, x.per_layer[:, :, index], angles[rotary_of(layer)], read, length
+                )
+            if is_maker:
+                contexts[index] = context
+                ring = layer.window is not None
+                written.append(
+                    write_cache(context.cache, context.k, context.v, length, count, ring=ring)
+                )
+            if index in capture:
+                captured[index] = stream
+        features = [captured[index] for index in capture] or [stream[..., :0]]
+        return TargetOutput(
+            hidden=model.norm(stream),
+            features=jnp.concatenate(features, axis=-1),
+            cache=Cache(layers=tuple(written)),
+        )
+
+    # A drafted block is run like decided tokens: the committed length alone says what counts.
+    forward = prefill
+
+    def commit(self, cache: Cache, keep: Int[Array, " B"]) -> Cache:
+        return cache
+
+    def weight_rules(self) -> list[Rule]:
+        prefix = "model.language_model."
+        rules = [
+            Rule(f"{prefix}embed_tokens.weight", ("embed_tokens", "embedding")),
+            Rule(
+                f"{prefix}embed_tokens_per_layer.weight", ("embed_tokens_per_layer", "embedding")
+            ),
+            Rule(
+                f"{prefix}per_layer_model_projection.weight",
+                ("per_layer_model_projection", "kernel"),
+                TRANSPOSE,
+            ),
+            Rule(
+                f"{prefix}per_layer_projection_norm.weight", ("per_layer_projection_norm", "weight")
+            ),
+            Rule(f"{prefix}norm.weight", ("norm", "weight")),
+        ]
+        for index, layer in enumerate(self.config.layers):
+            makes_keys = layer.source == index
+            rules += _layer_rules(f"{prefix}layers.{index}.", ("layers", index), makes_keys)
+        return rules + tower_rules(self.config.vision, path=("visual",))
+
+
+def rotary_of(layer: Layer) -> tuple[Rotary, int]:
+    """What decides a layer's rotary angles."""
+    return layer.rotary, layer.head_dim
+
+
+_LINEAR = (
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj",
+    "per_layer_input_gate", "per_layer_projection",
+)  # fmt: skip
+_PLAIN = (
+    "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight",
+    "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight",
+    "post_per_layer_input_norm.weight", "layer_scalar",
+)  # fmt: skip
+
+
+def _layer_rules(prefix: str, path: Path, makes_keys: bool) -> Iterator[Rule]:
+    linears, plain = _LINEAR, _PLAIN
+    if makes_keys:
+        linears += ("self_attn.k_proj", "self_attn.v_proj")
+        plain += ("self_attn.k_norm.weight",)
+    for name in linears:
+        yield Rule(f"{prefix}{name}.weight", (*path, *name.split("."), "kernel"), TRANSPOSE)
+    for name in plain:
+        yield Rule(f"{prefix}{name}", (*path, *name.split(".")))
+
+
+@functools.cache
+def _structure(target: Gemma4) -> tuple[Any, Params]:
+    dtype = jnp.dtype(target.dtype)
+    return abstract_module(lambda rngs: Model(target.config, dtype=dtype, rngs=rngs))
