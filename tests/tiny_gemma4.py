@@ -113,7 +113,13 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
                 value.copy_(uniform(-2.5, -1.0, value.shape))
             elif name.endswith("layer_scalar"):
                 # Small, as in released weights, so that late layers weigh as much as early ones.
-                value.copy_(uniform(0.2, 0.9, value.shape))
+                value.copy_(uniform(0.4, 0.9, value.shape))
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                # Scores have no other scale; wide ones would magnify rounding in the softmax.
+                value.copy_(uniform(0.2, 0.5, value.shape))
+            elif "language_model" in name and ".post_" in name:
+                # What a layer adds outweighs the embedding: a tied model would repeat its input.
+                value.copy_(uniform(1.0, 3.0, value.shape))
             elif "norm" in name:
                 value.copy_(uniform(0.5, 1.5, value.shape))
             else:

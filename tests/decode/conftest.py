@@ -117,7 +117,7 @@ def small(
         vision = {"out_hidden_size": QWEN35["hidden_size"]}
         model = tiny.tiny_qwen35(folder, seed=1, tied=False, text=QWEN35, vision=vision)
     else:
-        model = tiny_gemma4.tiny_gemma4(folder, seed=1, text=GEMMA4)
+        model = tiny_gemma4.tiny_gemma4(folder, seed=3, text=GEMMA4)
     target, params = load_target(folder, "float32")
     return Loaded(target, params, model, folder)
 
