@@ -8,6 +8,11 @@ from jaxtyping import Array, Float
 from mmflash_jax.layers.linear import linear
 
 
+def gelu(x: Float[Array, "*batch F"], *, approximate: bool) -> Float[Array, "*batch F"]:
+    """GELU, exact or in its tanh form, in fp32, rounded once, as torch computes it."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+
+
 class SwiGLU(nnx.Module):
     """`down(silu(gate(x)) * up(x))`, no biases."""
 
@@ -18,3 +23,15 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GeGLU(nnx.Module):
+    """`down(gelu_tanh(gate(x)) * up(x))`, no biases."""
+
+    def __init__(self, width: int, hidden: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.gate_proj = linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.up_proj = linear(width, hidden, dtype=dtype, rngs=rngs)
+        self.down_proj = linear(hidden, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return self.down_proj(gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))

@@ -45,6 +45,23 @@ class ZeroCentredRMSNorm(nnx.Module):
         return (rms_normalise(x, self.eps) * (1.0 + weight)).astype(x.dtype)
 
 
+class GemmaRMSNorm(nnx.Module):
+    """Normalise, times the plain `weight`, all in fp32, round once (Gemma4RMSNorm).
+
+    Without a weight (`weighted=False`) it has no parameters.
+    """
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, weighted: bool = True):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), dtype)) if weighted else None
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        normed = rms_normalise(x, self.eps)
+        if self.weight is not None:
+            normed = normed * self.weight[...].astype(jnp.float32)
+        return normed.astype(x.dtype)
+
+
 class GatedRMSNorm(nnx.Module):
     """RMS norm times `weight`, then times `silu(gate)` in fp32 (Qwen3_5RMSNormGated).
 

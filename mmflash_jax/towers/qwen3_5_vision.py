@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmflash_jax.layers.linear import Embedding, linear, matmul_precision
+from mmflash_jax.layers.mlp import gelu
 from mmflash_jax.layers.norm import LayerNorm
 from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
 from mmflash_jax.layers.schema import Path
@@ -109,11 +110,6 @@ def _side(config: Mapping[str, Any], name: str, where: str) -> int:
     return int(sides.pop())
 
 
-def _gelu(x: Float[Array, "*batch F"], *, approximate: bool) -> Float[Array, "*batch F"]:
-    """GELU in fp32, rounded once, as torch computes it."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
-
-
 class PatchEmbed(nnx.Module):
     """A convolution whose stride is its kernel, as one product over flattened patches."""
 
@@ -191,7 +187,7 @@ class MLP(nnx.Module):
         self.linear_fc2 = linear(inner, width, dtype=dtype, rngs=rngs, bias=True)
 
     def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        return self.linear_fc2(_gelu(self.linear_fc1(x), approximate=True))
+        return self.linear_fc2(gelu(self.linear_fc1(x), approximate=True))
 
 
 class Block(nnx.Module):
@@ -227,7 +223,7 @@ class Merger(nnx.Module):
         images, P, width = x.shape
         grouped = self.norm(x).reshape(images, P // self.unit, width * self.unit)
         # Exact GELU here, tanh GELU in the blocks: so is the reference.
-        return self.linear_fc2(_gelu(self.linear_fc1(grouped), approximate=False))
+        return self.linear_fc2(gelu(self.linear_fc1(grouped), approximate=False))
 
 
 class VisionTower(nnx.Module):
