@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from transformers import (
     Gemma4VisionConfig,
 )
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
+from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.schema import abstract_module
 from mmflash_jax.towers.gemma4_vision import (
     BOUNDS,
@@ -34,8 +37,13 @@ from tests.tolerances import assert_close
 
 # (width, height): ordinary, odd sides, a strip (one block high), a square, one pixel.
 SIZES = [(64, 48), (37, 91), (200, 10), (50, 50), (1, 1)]
-# Two roundings to 8 bits of mantissa, in different places, through two blocks.
-BFLOAT16 = 3e-2
+# The model as a whole: head norms without a scale make sharp attention, and the library's own fp32
+# is 1.4e-5 away from its fp64 on these weights.
+FEATURES = tolerances.MODEL
+# The library's bfloat16 is up to 1e-1 from its fp32 here and its two kinds of attention are 8e-2
+# apart. Rounding where it rounds gives 2e-2; the compiler's leave to round less, 6e-2.
+BFLOAT16_SAME_ROUNDING = 3e-2
+BFLOAT16 = 1e-1
 NOT_VISUAL = (r"model\.language_model\.", r"lm_head\.")
 PROJECTIONS = [("self_attn", f"{letter}_proj") for letter in "qkvo"]
 PROJECTIONS += [("mlp", f"{name}_proj") for name in ("gate", "up", "down")]
@@ -55,13 +63,12 @@ def make(folder, *, seed=0, **vision):
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
-        global_head_dim=16,
         sliding_window=8,
         pad_token_id=0,
         bos_token_id=2,
         eos_token_id=1,
     )
-    settings = {
+    settings: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -74,13 +81,17 @@ def make(folder, *, seed=0, **vision):
         "use_clipped_linears": True,
         **vision,
     }
-    tokens = ("image", "boi", "eoi", "audio", "boa", "video")
     config = Gemma4Config(
         text_config=text,
         vision_config=Gemma4VisionConfig(**settings),
         audio_config=None,
-        eoa_token_index=31,
-        **{f"{name}_token_id": 20 + index for index, name in enumerate(tokens)},
+        image_token_id=20,
+        boi_token_id=21,
+        eoi_token_id=22,
+        audio_token_id=23,
+        boa_token_id=24,
+        eoa_token_index=25,
+        video_token_id=26,
     )
     model = Gemma4ForConditionalGeneration(config).eval()
     model.set_attn_implementation("eager")
@@ -113,7 +124,7 @@ def randomise(model, seed):
 class Loaded:
     """A tower with the parameters of a checkpoint, compiled once for each padded shape."""
 
-    def __init__(self, folder, dtype=jnp.float32):
+    def __init__(self, folder, dtype=jnp.float32, **compiler_options):
         config = json.loads((folder / "config.json").read_text())
         text_width = config["text_config"]["hidden_size"]
         self.config = VisionConfig.from_hf(config["vision_config"], text_width)
@@ -123,7 +134,10 @@ class Loaded:
         )
         self.store = TensorStore(folder)
         self.params = import_params(self.rules, self.store, self.abstract, ignore=NOT_VISUAL)
-        self.run = jax.jit(lambda params, *args: nnx.merge(structure, params)(*args))
+        self.run = jax.jit(
+            lambda params, *args: nnx.merge(structure, params)(*args),
+            compiler_options=compiler_options or None,
+        )
 
     def __call__(self, images, bucket, params=None):
         """Feature rows of each `(patches, rows, columns)`, padding filled with noise."""
@@ -189,7 +203,7 @@ def test_features_match_transformers_in_one_padded_batch(gemma4, tower):
     # No multiple of 9: the tower pads by itself.
     bucket = max(len(image[0]) for image in images) + 5
     for got, wanted in zip(tower(images, bucket), reference(gemma4.model, made), strict=True):
-        assert_close(got, wanted, tolerances.LAYER)
+        assert_close(got, wanted, FEATURES)
 
 
 def test_features_do_not_depend_on_the_bucket_or_the_neighbours(tower):
@@ -197,7 +211,7 @@ def test_features_do_not_depend_on_the_bucket_or_the_neighbours(tower):
     together = tower(images, 90)
     for image, wanted in zip(images, together, strict=True):
         for bucket in (len(image[0]), 61):
-            assert_close(tower([image], bucket)[0], wanted, tolerances.LAYER)
+            assert_close(tower([image], bucket)[0], wanted, FEATURES)
 
 
 def test_one_program_serves_every_size_of_a_bucket(tower):
@@ -213,7 +227,7 @@ def test_batch_padding_gives_finite_rows(tower, sides):
     """The helper checks that every row is finite."""
     real = unpack(invent(6, 9), 3)
     empty = (np.zeros((sides[0] * sides[1], 48), np.float32), *sides)
-    assert_close(tower([real, empty], 61)[0], tower([real], 61)[0], tolerances.LAYER)
+    assert_close(tower([real, empty], 61)[0], tower([real], 61)[0], FEATURES)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +249,7 @@ def test_every_size_comes_from_the_config(tmp_path, vision):
     made = [invent(*grid, size, padded, seed=index) for index, grid in enumerate(grids)]
     images = [unpack(one, pool) for one in made]
     for got, wanted in zip(other(images, padded + 1), reference(model, made), strict=True):
-        assert_close(got, wanted, tolerances.LAYER)
+        assert_close(got, wanted, FEATURES)
 
 
 def test_processor_with_blocks_of_two(tmp_path):
@@ -244,7 +258,7 @@ def test_processor_with_blocks_of_two(tmp_path):
     images = [unpack(one, 2) for one in made]
     bucket = max(len(image[0]) for image in images)
     for got, wanted in zip(Loaded(tmp_path)(images, bucket), reference(model, made), strict=True):
-        assert_close(got, wanted, tolerances.LAYER)
+        assert_close(got, wanted, FEATURES)
 
 
 def test_every_bound_bites(tower):
@@ -257,17 +271,38 @@ def test_every_bound_bites(tower):
             end = -np.inf if bound.endswith("min") else np.inf
             params["layers"][0][part][name][bound] = jnp.full((1,), end)
             change = np.abs(tower([image], 108, params)[0] - whole).max() / np.abs(whole).max()
-            assert change > 10 * tolerances.LAYER, (name, bound, change)
+            assert change > 10 * FEATURES, (name, bound, change)
 
 
-def test_bfloat16_matches_transformers(gemma4, tower):
+@pytest.mark.parametrize("weighted", [True, False])
+def test_norm_rounds_where_transformers_rounds(weighted):
+    """bfloat16 in and out, bit for bit but for a rare last-place difference."""
+    rng = np.random.default_rng(0)
+    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((4, 64), (64,)))
+    theirs = Gemma4RMSNorm(64, eps=1e-6, with_scale=weighted).bfloat16()
+    ours = GemmaRMSNorm(64, eps=1e-6, dtype=jnp.dtype("bfloat16"), weighted=weighted)
+    with torch.no_grad():
+        if weighted:
+            theirs.weight.copy_(torch.from_numpy(weight))
+        wanted = theirs(torch.from_numpy(x).bfloat16()).float().numpy()
+    if ours.weight is not None:
+        ours.weight[...] = jnp.asarray(weight, jnp.bfloat16)
+    got = np.asarray(ours(jnp.asarray(x, jnp.bfloat16)).astype(jnp.float32))
+    assert (got != wanted).mean() < 0.01
+    np.testing.assert_allclose(got, wanted, rtol=2**-7)
+
+
+def test_bfloat16_matches_transformers(gemma4):
     """Loaded with `dtype`: `.to` would round the rotary frequencies, which the library keeps."""
     model = Gemma4ForConditionalGeneration.from_pretrained(gemma4.folder, dtype=torch.bfloat16)
     made = [preprocess(*size) for size in SIZES[:3]]
     images = [unpack(one, 3) for one in made]
-    got = Loaded(gemma4.folder, jnp.bfloat16)(images, 630)
-    for ours, theirs in zip(got, reference(model.eval(), made), strict=True):
-        assert_close(ours, theirs, BFLOAT16)
+    wanted = reference(model.eval(), made)
+    usual = Loaded(gemma4.folder, jnp.bfloat16)
+    strict = Loaded(gemma4.folder, jnp.bfloat16, xla_allow_excess_precision=False)
+    for loaded, tolerance in ((usual, BFLOAT16), (strict, BFLOAT16_SAME_ROUNDING)):
+        for ours, theirs in zip(loaded(images, 630), wanted, strict=True):
+            assert_close(ours, theirs, tolerance)
 
 
 def test_rules_export_what_they_import(tower):
