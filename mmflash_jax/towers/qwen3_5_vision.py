@@ -13,22 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from mmflash_jax.layers.linear import Embedding, linear, matmul_precision
+from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import gelu
 from mmflash_jax.layers.norm import LayerNorm
 from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
 from mmflash_jax.layers.schema import Path
+from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform, flatten_patches
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
 
 LAYER_NORM_EPS = 1e-6
-# Scores alive at once, fp32: 2^28 are 1 GiB. Above it queries are taken in chunks.
-MAX_SCORES = 2**28
-# Finite, so that an image of no patches (batch padding) gives finite rows.
-MASKED = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,40 +138,8 @@ class Attention(nnx.Module):
         # The reference rotates in fp32 whatever the dtype, unlike the text decoder.
         q = apply_rotary(q.astype(jnp.float32), angles).astype(x.dtype)
         k = apply_rotary(k.astype(jnp.float32), angles).astype(x.dtype)
-        return self.proj(attend(q, k, v, key_mask).reshape(images, P, width))
-
-
-def attend(
-    q: Float[Array, "I P N H"],
-    k: Float[Array, "I P N H"],
-    v: Float[Array, "I P N H"],
-    key_mask: Bool[Array, "I P"],
-    *,
-    max_scores: int = MAX_SCORES,
-) -> Float[Array, "I P N H"]:
-    """Softmax attention inside each image; at most `max_scores` scores are alive at once.
-
-    Softmax runs in fp32; the products of fp32 inputs run at the highest precision.
-    """
-    images, P, N, H = q.shape
-    precision = matmul_precision(q.dtype)
-
-    def some(q: Float[Array, "I T N H"]) -> Float[Array, "I T N H"]:
-        scores = jnp.einsum(
-            "ITNH,IPNH->INTP", q, k, precision=precision, preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(key_mask[:, None, None], scores * H**-0.5, MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        return jnp.einsum("INTP,IPNH->ITNH", weights, v, precision=precision)
-
-    chunks = math.ceil(images * N * P * P / max_scores)
-    if chunks <= 1:
-        return some(q)
-    chunk = math.ceil(P / min(chunks, P))
-    chunks = math.ceil(P / chunk)
-    q = jnp.pad(q, ((0, 0), (0, chunks * chunk - P), (0, 0), (0, 0)))
-    mixed = lax.map(some, q.reshape(images, chunks, chunk, N, H).swapaxes(0, 1))
-    return mixed.swapaxes(0, 1).reshape(images, chunks * chunk, N, H)[:, :P]
+        mixed = attend(q, k, v, key_mask, scale=self.head_dim**-0.5)
+        return self.proj(mixed.reshape(images, P, width))
 
 
 class MLP(nnx.Module):
@@ -276,19 +240,6 @@ class VisionTower(nnx.Module):
                 values = self.pos_embed(row_tap * side + column_tap).astype(jnp.float32)
                 total += values * (row_weight * column_weight)[..., None]
         return total
-
-
-def patch_grid(
-    P: int, columns: Int[Array, " I"], merge: int
-) -> tuple[Int[Array, "I P"], Int[Array, "I P"]]:
-    """Row and column of each patch in merge-block order; padding runs on below the image."""
-    patch = jnp.arange(P)[None, :]
-    # An image of no columns is batch padding: any finite position serves.
-    blocks_across = jnp.maximum(columns[:, None] // merge, 1)
-    block = patch // merge**2
-    row = block // blocks_across * merge + patch % merge**2 // merge
-    column = block % blocks_across * merge + patch % merge
-    return row, column
 
 
 def _taps(
