@@ -57,6 +57,11 @@ class VisionConfig:
         """Channels, frames, rows and columns of one patch's pixels."""
         return (self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size)
 
+    @property
+    def patch_values(self) -> int:
+        """Values of a flattened patch."""
+        return math.prod(self.patch_shape)
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "VisionConfig":
         """From the `vision_config` object of a `config.json`.

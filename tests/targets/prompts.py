@@ -14,8 +14,7 @@ def make_prompt(target: Target, *parts: int | tuple[int, int], seed: int, max_to
     image of so many rows and columns of patches."""
     rng = np.random.default_rng(seed)
     merge = target.image_side
-    vision = target.config.vision
-    pixels = getattr(vision, "patch_values", None) or int(np.prod(vision.patch_shape))
+    pixels = target.config.vision.patch_values
     ids, media_idx, images, grids = [], [], [], []
     media = 0
     for part in parts:

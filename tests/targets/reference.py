@@ -28,7 +28,8 @@ class Reference(NamedTuple):
 def inputs(model: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
     """Arguments of the transformers model for one prompt."""
     ids = torch.from_numpy(prompt.ids.astype(np.int64))[None]
-    given = {"input_ids": ids}
+    # Without a mask `generate` takes every id 0 for padding.
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if prompt.images:
         given |= _IMAGES[model.config.model_type](model, prompt)
         given["mm_token_type_ids"] = torch.from_numpy(prompt.media_idx >= 0)[None].int()
