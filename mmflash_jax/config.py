@@ -41,6 +41,10 @@ class ServeConfig:
     """Rows decoded at once."""
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
+    draft_embedding_scale: float | None = None
+    """Factor on the token rows that the draft receives. Default: `input_embedding_scale` of the
+    draft's config, or 1. Drafts trained on scaled rows that do not say so (some for Gemma) need the
+    root of the hidden size here."""
     plain: bool = True
     """Also decode without the draft, for speed and parity."""
     thinking: bool | None = None
@@ -49,7 +53,9 @@ class ServeConfig:
     """Devices over which the target's weights are split."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_tokens", "max_length", "batch", "model_parallel")
+        _positive(
+            self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale"
+        )
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,17 @@ class DraftShape:
     """full_attention or sliding_attention for each layer. Default: all full."""
     sliding_window: int | None = None
     """Window of sliding layers in tokens, the query included."""
+    input_embedding_scale: float = 1.0
+    """Factor on the token rows that the draft receives; stored with the draft. SGLang hands a Gemma
+    draft scaled rows, so a Gemma draft should learn with the root of the hidden size."""
+    final_logit_softcapping: float | None = None
+    """Cap c of the draft's logits, c * tanh(z / c); stored with the draft. Default: none."""
 
     def __post_init__(self) -> None:
         _positive(
             self, "num_hidden_layers", "intermediate_size", "num_attention_heads",
             "num_key_value_heads", "head_dim", "rope_theta", "sliding_window",
+            "input_embedding_scale", "final_logit_softcapping",
         )  # fmt: skip
         if self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}, it must be at least 2")

@@ -1,5 +1,6 @@
 """From checkpoint folders to plans and parameters."""
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,16 @@ def load_target(folder: Path, dtype: str, mesh: Mesh | None = None) -> tuple[Tar
 
 
 def load_drafter(
-    folder: Path, target: Target, dtype: str, mesh: Mesh | None = None
+    folder: Path,
+    target: Target,
+    dtype: str,
+    mesh: Mesh | None = None,
+    *,
+    embedding_scale: float | None = None,
 ) -> tuple[DFlash, Params]:
     """A draft checkpoint that fits `target`; its parameters are replicated over the mesh.
+
+    `embedding_scale` replaces `input_embedding_scale` of the draft's config.
 
     Raises:
         ConfigError: the configuration is not supported.
@@ -62,6 +70,9 @@ def load_drafter(
     """
     family, config = _by_architecture(folder, DRAFTERS)
     drafter = family.from_hf(config, dtype)
+    if embedding_scale is not None:
+        scaled = dataclasses.replace(drafter.config, input_embedding_scale=embedding_scale)
+        drafter = dataclasses.replace(drafter, config=scaled)
     drafter.check_fit(target.config)
     params = import_params(
         drafter.weight_rules(),

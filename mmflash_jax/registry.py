@@ -21,6 +21,8 @@ class Pair:
 
 PAIRS = {
     "demo": Pair(str(DEMO / "qwen35"), str(DEMO / "qwen35-mmflash")),
+    "demo-gemma4": Pair(str(DEMO / "gemma4"), str(DEMO / "gemma4-mmflash")),
+    "gemma4-e4b": Pair("google/gemma-4-E4B-it", "FSCCS/Gemma4-E4B-it-MMFlash"),
     "qwen35-4b": Pair("Qwen/Qwen3.5-4B", "FSCCS/Qwen3.5-4B-MMFlash"),
 }
 

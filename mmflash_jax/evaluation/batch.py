@@ -59,7 +59,9 @@ def load(config: ServeConfig) -> Session:
     target, target_params = load_target(folder, dtype, mesh)
     drafter, draft_params = NoDraft(), {}
     if draft_folder is not None:
-        drafter, draft_params = load_drafter(draft_folder, target, dtype, mesh)
+        drafter, draft_params = load_drafter(
+            draft_folder, target, dtype, mesh, embedding_scale=config.draft_embedding_scale
+        )
     encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)

@@ -17,9 +17,7 @@ class AttentionCache:
     v: Array
 
 
-def empty_cache(
-    batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype
-) -> AttentionCache:
+def empty_cache(batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype) -> AttentionCache:
     """A cache that holds nothing."""
     shape = (batch, heads, slots, width)
     return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: plain and proportional 1-D, interleaved M-RoPE, 2-D of image towers."""
+"""Rotary position embedding: plain, proportional, interleaved M-RoPE and 2-D of image towers."""
 
 import jax.numpy as jnp
 import numpy as np

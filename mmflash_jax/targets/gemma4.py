@@ -72,9 +72,7 @@ class Attention(nnx.Module):
         self.layer, self.heads = layer, config.num_attention_heads
         self.makes_keys = layer.source == index
         width, inner = config.hidden_size, self.heads * layer.head_dim
-        norm = functools.partial(
-            GemmaRMSNorm, layer.head_dim, eps=config.rms_norm_eps, dtype=dtype
-        )
+        norm = functools.partial(GemmaRMSNorm, layer.head_dim, eps=config.rms_norm_eps, dtype=dtype)
         self.q_proj = linear(width, inner, dtype=dtype, rngs=rngs)
         self.o_proj = linear(inner, width, dtype=dtype, rngs=rngs)
         self.q_norm = norm()
@@ -230,6 +228,7 @@ class Gemma4:
         self, ids: np.ndarray, grids: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, int]:
         """Plain 1-D positions: an image's tokens count like any others."""
+        del grids
         return np.arange(len(ids), dtype=np.int32)[None], 0
 
     def encode_images(
@@ -291,11 +290,12 @@ class Gemma4:
         length: Int[Array, " B"], count: Int[Array, " B"], *, capture: tuple[int, ...],
     ) -> TargetOutput:  # fmt: skip
         model = self._model(params)
-        angles = {rotary_of(layer): None for layer in self.config.layers}
-        for rotary, head_dim in angles:
-            angles[rotary, head_dim] = proportional_angles(
+        angles = {
+            (rotary, head_dim): proportional_angles(
                 positions[0], rotary.theta, head_dim, rotary.share
             )
+            for rotary, head_dim in {_rotary_of(layer) for layer in self.config.layers}
+        }
         own = iter(cache.layers)
         contexts: dict[int, _Context] = {}
         written: list[AttentionCache] = []
@@ -306,7 +306,7 @@ class Gemma4:
             read = next(own) if is_maker else contexts[layer.source]
             with jax.named_scope(f"layer_{index}"):
                 stream, context = model.layers[index](
-                    stream, x.per_layer[:, :, index], angles[rotary_of(layer)], read, length
+                    stream, x.per_layer[:, :, index], angles[_rotary_of(layer)], read, length
                 )
             if is_maker:
                 contexts[index] = context
@@ -327,15 +327,14 @@ class Gemma4:
     forward = prefill
 
     def commit(self, cache: Cache, keep: Int[Array, " B"]) -> Cache:
+        del keep
         return cache
 
     def weight_rules(self) -> list[Rule]:
         prefix = "model.language_model."
         rules = [
             Rule(f"{prefix}embed_tokens.weight", ("embed_tokens", "embedding")),
-            Rule(
-                f"{prefix}embed_tokens_per_layer.weight", ("embed_tokens_per_layer", "embedding")
-            ),
+            Rule(f"{prefix}embed_tokens_per_layer.weight", ("embed_tokens_per_layer", "embedding")),
             Rule(
                 f"{prefix}per_layer_model_projection.weight",
                 ("per_layer_model_projection", "kernel"),
@@ -352,7 +351,7 @@ class Gemma4:
         return rules + tower_rules(self.config.vision, path=("visual",))
 
 
-def rotary_of(layer: Layer) -> tuple[Rotary, int]:
+def _rotary_of(layer: Layer) -> tuple[Rotary, int]:
     """What decides a layer's rotary angles."""
     return layer.rotary, layer.head_dim
 

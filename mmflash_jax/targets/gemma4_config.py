@@ -89,8 +89,9 @@ class Config:
             use_bidirectional_attention=[None],
         )
         names = [
-            "vocab_size", "vocab_size_per_layer_input", "hidden_size", "hidden_size_per_layer_input",
-            "num_attention_heads", "rms_norm_eps", "max_position_embeddings", "pad_token_id",
+            "vocab_size", "vocab_size_per_layer_input", "hidden_size",
+            "hidden_size_per_layer_input", "num_attention_heads", "rms_norm_eps",
+            "max_position_embeddings", "pad_token_id",
         ]  # fmt: skip
         fields = {name: require(text, name, inside) for name in names}
         if not fields["hidden_size_per_layer_input"]:
@@ -125,7 +126,10 @@ def _layers(text: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
             f"{where}: num_kv_shared_layers is {shared}, but the {own} layers before them must "
             f"hold every kind of {sorted(set(kinds))}"
         )
-    window, width = require(text, "sliding_window", where), require(text, "intermediate_size", where)
+    window, width = (
+        require(text, "sliding_window", where),
+        require(text, "intermediate_size", where),
+    )
     layers = []
     for index, kind in enumerate(kinds):
         head_dim, kv_heads = _heads(text, kind, index, where)

@@ -103,6 +103,8 @@ def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> D
                 "target_layer_ids": list(ids),
                 "mask_token_id": encoder.token_id(shape.mask_token),
                 "block_size": shape.block_size,
+                "input_embedding_scale": shape.input_embedding_scale,
+                "final_logit_softcapping": shape.final_logit_softcapping,
             },
         }
     )

@@ -108,9 +108,7 @@ class Bench(NamedTuple):
 
 
 @pytest.fixture(scope="session", params=["qwen35", "gemma4"])
-def small(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Loaded:
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """A few layers, all sizes small: what a decoding test compiles decides its time."""
     folder = tmp_path_factory.mktemp("small")
     if request.param == "qwen35":

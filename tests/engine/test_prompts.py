@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -343,22 +342,6 @@ def test_nothing_here_needs_torch(qwen35, encoder):
     )
     assert made.returncode == 0, made.stderr
     assert made.stdout.split("\n")[0] == f"{len(prompt.ids)} (16, 1536) True"
-
-
-class AnyFamily:
-    """As much of a target as encoding may ask for."""
-
-    config = SimpleNamespace(image_token_id=tiny.IMAGE_PAD_ID, vocab_size=tiny.VOCAB_SIZE)
-
-    def prompt_positions(self, ids, grids):
-        assert grids == [(4, 2)]
-        return np.arange(len(ids), dtype=np.int32)[None], 0
-
-
-def test_a_target_gives_placeholder_vocabulary_and_positions_only(qwen35):
-    encoder = PromptEncoder.from_checkpoint(qwen35.folder, AnyFamily())
-    prompt = encoder.encode(Request(text="Hi", images=[picture(64, 128)]))
-    assert prompt.positions.shape == (1, len(prompt.ids))
 
 
 def test_a_checkpoint_without_a_template_is_refused(qwen35, target, tmp_path):

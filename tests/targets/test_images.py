@@ -63,7 +63,13 @@ def test_blocks_after_an_image_use_the_shifted_positions(standard):
     shift = np.array([p.rope_shift for p in starts])
     ids = np.stack([w.ids[n : n + 16] for w, n in zip(whole, length, strict=True)])
     logits, features, _ = block_pass(
-        standard.target, standard.params, ids, cache, length, shift, capture=every_layer(standard.target)
+        standard.target,
+        standard.params,
+        ids,
+        cache,
+        length,
+        shift,
+        capture=every_layer(standard.target),
     )
     for row, prompt in enumerate(whole):
         here = slice(length[row], length[row] + 16)

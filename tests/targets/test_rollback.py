@@ -76,7 +76,9 @@ def test_random_sequences_of_counts(standard, seed):
             for row in np.flatnonzero(more):
                 assert np.argmax(logits[row, place]) == np.argmax(wanted[row])
     np.testing.assert_array_equal(length, at)
-    pairs = zip(logical(standard.target, cache, length), logical(standard.target, plain, at), strict=True)
+    pairs = zip(
+        logical(standard.target, cache, length), logical(standard.target, plain, at), strict=True
+    )
     for row, (got, wanted) in enumerate(pairs):
         assert_same_meaning(got, wanted, f"row {row}")
 
