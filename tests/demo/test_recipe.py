@@ -30,7 +30,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(QWEN35.folder / "tokenizer.json"))
 
 
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES)
+@pytest.fixture(params=FAMILIES.values(), ids=list(FAMILIES))
 def family(request) -> Family:
     return request.param
 
@@ -142,7 +142,8 @@ def test_shown_images():
 
 
 @pytest.mark.parametrize(
-    ("token", "name"), [("7", "digits"), ("A", "letters"), ("Ġis", "other"), ("Ġ", "other"), ("▁", "other")]
+    ("token", "name"),
+    [("7", "digits"), ("A", "letters"), ("Ġis", "other"), ("Ġ", "other"), ("▁", "other")],
 )
 def test_token_classes(token, name):
     assert token_class(token) == name

@@ -78,7 +78,9 @@ def test_training_network_equals_transformers(tokenizer, shape):
             mm_token_type_ids=(ids == writer.image_id).int(),
         ).logits
         logits = network.logits(network.text(ids, network.vision(images)))
-        blank = network.logits(network.text(ids, network.vision(images.new_full(images.shape, 255))))
+        blank = network.logits(
+            network.text(ids, network.vision(images.new_full(images.shape, 255)))
+        )
     scale = expected.abs().max().item()
     assert (logits - expected).abs().max().item() <= 1e-4 * scale
     assert (blank - expected).abs().max().item() > 0.01 * scale

@@ -64,5 +64,5 @@ class Family(Generic[ShapeT]):
 
     @property
     def folder(self) -> Path:
-        """Where the package ships the family's files; the chat template is written there by hand."""
+        """Where the family's files ship; the chat template there is written by hand."""
         return DEMO_FOLDER / self.name

@@ -29,7 +29,7 @@ def patch_positions(shape: Gemma4Shape) -> Tensor:
 
 
 def vision_angles(shape: Gemma4Shape) -> Tensor:
-    """[patches, 2, a quarter of a head]: half of a head turns with the column, half with the row."""
+    """[patches, 2, a quarter of a head]: one half turns with the column, one with the row."""
     half = shape.vision_head_width // 2
     frequencies = shape.vision_theta ** -(torch.arange(0, half, 2).float() / half)
     return patch_positions(shape)[..., None] * frequencies

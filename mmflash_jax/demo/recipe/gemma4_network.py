@@ -212,7 +212,9 @@ class Gemma4Network(TargetNetwork[Gemma4Shape]):
                 hidden, *self._vision_rope, block, shape.vision_heads, self.dtype
             )
         pooled = rms_norm(pool(hidden, shape) * shape.vision_width**0.5).to(self.dtype)
-        return project(pooled, self.weights[f"{EMBEDDER_PREFIX}embedding_projection.weight"]).float()
+        return project(
+            pooled, self.weights[f"{EMBEDDER_PREFIX}embedding_projection.weight"]
+        ).float()
 
     def text(self, ids: Tensor, features: Tensor) -> Tensor:
         shape = self.shape

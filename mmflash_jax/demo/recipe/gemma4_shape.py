@@ -40,7 +40,7 @@ class Gemma4Shape(TargetShape):
     full_rotary_share: float = 0.25
     per_layer_width: int = 32
     softcap: float = 30.0
-    vision_positions: int = 64
+    vision_positions: int = 140  # patches along the longest strip that the image processor makes
     vision_theta: float = 100.0
     # Loose: a normed activation reaches the square root of its width, times the norm's weight.
     clip_bound: float = 32.0
@@ -147,9 +147,7 @@ def initial_weights(shape: Gemma4Shape, seed: int) -> dict[str, Tensor]:
     per_layer = shape.layers * shape.per_layer_width
     # Looked-up rows are multiplied by the square root of the width of one layer's part.
     scale = 0.8 / math.sqrt(shape.per_layer_width)
-    make.normal(
-        f"{TEXT_PREFIX}embed_tokens_per_layer.weight", (shape.vocabulary, per_layer), scale
-    )
+    make.normal(f"{TEXT_PREFIX}embed_tokens_per_layer.weight", (shape.vocabulary, per_layer), scale)
     make.linear(f"{TEXT_PREFIX}per_layer_model_projection", per_layer, shape.width)
     _ones(make, f"{TEXT_PREFIX}per_layer_projection_norm", shape.per_layer_width)
     for layer in range(shape.layers):

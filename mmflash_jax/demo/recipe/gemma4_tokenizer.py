@@ -77,7 +77,7 @@ def build_tokenizer() -> Tokenizer:
         trainers.BpeTrainer(
             vocab_size=LARGEST_VOCABULARY,
             min_frequency=SMALLEST_COUNT,
-            # The trainer has no other way to put the byte pieces in; they leave `added_tokens` next.
+            # The trainer takes byte pieces in no other way; they leave `added_tokens` next.
             special_tokens=specials + [AddedToken(byte, normalized=False) for byte in _BYTES],
             initial_alphabet=_CHARACTERS,
             show_progress=False,

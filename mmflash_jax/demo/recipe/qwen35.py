@@ -53,9 +53,7 @@ QWEN35 = Family(
         image_pad=tok.IMAGE_PAD,
         before_image=f"{tok.TURN_START}user\n{tok.VISION_START}",
         after_image=tok.VISION_END,
-        after_question=(
-            f"{tok.TURN_END}\n{tok.TURN_START}assistant\n<think>\n\n</think>\n\n"
-        ),
+        after_question=(f"{tok.TURN_END}\n{tok.TURN_START}assistant\n<think>\n\n</think>\n\n"),
     ),
     stop_tokens=(tok.TURN_END, tok.PAD),
     vision_prefixes=(VISION_PREFIX,),

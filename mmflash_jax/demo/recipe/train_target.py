@@ -1,8 +1,9 @@
 """Trains the demo target: `python -m mmflash_jax.demo.recipe.train_target --output DIR` on a GPU.
 
-`--family gemma4` trains the other family. First the image tower alone learns to name glyphs, then the whole model learns to answer, on snapped
-charts and later also on ordinary ones. The time limit counts from the start of the process.
-`--smoke` runs a few steps on a CPU.
+`--family gemma4` trains the other family, by the same script on the same data. First the image
+tower alone learns to name glyphs, then the whole model learns to answer, on snapped charts and
+later also on ordinary ones. The time limit counts from the start of the process. `--smoke` runs a
+few steps on a CPU.
 """
 
 import argparse
