@@ -8,33 +8,43 @@ from transformers import AutoTokenizer, Qwen3_5ForConditionalGeneration
 
 from mmflash_jax.demo.corpus import sample_examples
 from mmflash_jax.demo.recipe.evaluate import shown_images, token_class
-from mmflash_jax.demo.recipe.export import SHIPPED_FOLDER
-from mmflash_jax.demo.recipe.geometry import to_patches
-from mmflash_jax.demo.recipe.network import TargetNetwork, unit_lower_inverse
+from mmflash_jax.demo.recipe.export import write_configuration
+from mmflash_jax.demo.recipe.families import FAMILIES, family_of
+from mmflash_jax.demo.recipe.family import Family
 from mmflash_jax.demo.recipe.optimizer import MuonAdam, orthogonalised
 from mmflash_jax.demo.recipe.prompts import SEQUENCE_LENGTH, PromptWriter
-from mmflash_jax.demo.recipe.shape import (
-    TargetShape,
+from mmflash_jax.demo.recipe.qwen35 import QWEN35
+from mmflash_jax.demo.recipe.qwen35_delta_net import unit_lower_inverse
+from mmflash_jax.demo.recipe.qwen35_geometry import to_patches
+from mmflash_jax.demo.recipe.qwen35_network import Qwen35Network
+from mmflash_jax.demo.recipe.qwen35_shape import (
+    Qwen35Shape,
     huggingface_config,
     initial_weights,
 )
+from mmflash_jax.demo.recipe.tokenizer import padded_vocabulary
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(SHIPPED_FOLDER / "tokenizer.json"))
+    return Tokenizer.from_file(str(QWEN35.folder / "tokenizer.json"))
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=list(FAMILIES))
+def family(request) -> Family:
+    return request.param
 
 
 def test_training_network_equals_transformers(tokenizer):
-    shape = TargetShape(vocabulary=704)
-    writer = PromptWriter(tokenizer, shape.image_tokens)
+    shape = Qwen35Shape(vocabulary=704)
+    writer = PromptWriter(tokenizer, QWEN35.marks, shape.image_tokens)
     weights = initial_weights(shape, seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, weight in weights.items():
         # Norms and biases start at identity, where mistakes would hide.
         if "norm" in name or name.endswith("bias"):
             weights[name] = weight + 0.1 * torch.randn(weight.shape, generator=generator)
-    network = TargetNetwork(
+    network = Qwen35Network(
         weights, shape, writer.prefix_length, SEQUENCE_LENGTH, "cpu", torch.float32, False
     )
     reference = Qwen3_5ForConditionalGeneration(huggingface_config(shape, tokenizer))
@@ -97,16 +107,30 @@ def test_optimizer_lowers_a_loss():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_training_prompt_is_what_the_chat_template_writes(tokenizer):
-    shape = TargetShape(vocabulary=704)
-    writer = PromptWriter(tokenizer, shape.image_tokens)
-    shipped = AutoTokenizer.from_pretrained(SHIPPED_FOLDER, local_files_only=True)
+def test_training_prompt_is_what_the_chat_template_writes(family):
+    tokenizer = Tokenizer.from_file(str(family.folder / "tokenizer.json"))
+    shape = family.shape(padded_vocabulary(tokenizer))
+    writer = PromptWriter(tokenizer, family.marks, shape.image_tokens)
+    shipped = AutoTokenizer.from_pretrained(family.folder, local_files_only=True)
     parts = [{"type": "image"}, {"type": "text", "text": "Add FRA and NOR."}]
     text = shipped.apply_chat_template(
         [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
     )
-    text = text.replace("<|image_pad|>", "<|image_pad|>" * shape.image_tokens)
-    assert writer.prompt_ids("Add FRA and NOR.") == shipped(text).input_ids
+    text = text.replace(family.marks.image_pad, family.marks.picture(shape.image_tokens))
+    ids = writer.prompt_ids("Add FRA and NOR.")
+    assert ids == shipped(text, add_special_tokens=False).input_ids
+    image = slice(writer.prefix_length, writer.prefix_length + shape.image_tokens)
+    assert set(ids[image]) == {writer.image_id}
+    assert writer.image_id not in ids[: image.start] + ids[image.stop :]
+
+
+def test_shipped_configuration_is_what_the_script_writes(family, tmp_path):
+    tokenizer = Tokenizer.from_file(str(family.folder / "tokenizer.json"))
+    shape = family.shape(padded_vocabulary(tokenizer))
+    write_configuration(tmp_path, family, shape, tokenizer)
+    for path in tmp_path.iterdir():
+        assert path.read_text() == (family.folder / path.name).read_text()
+    assert family_of(tmp_path) is family
 
 
 def test_shown_images():
@@ -118,7 +142,8 @@ def test_shown_images():
 
 
 @pytest.mark.parametrize(
-    ("token", "name"), [("7", "digits"), ("A", "letters"), ("Ġis", "other"), ("Ġ", "other")]
+    ("token", "name"),
+    [("7", "digits"), ("A", "letters"), ("Ġis", "other"), ("Ġ", "other"), ("▁", "other")],
 )
 def test_token_classes(token, name):
     assert token_class(token) == name

@@ -14,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer, Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mmflash_jax.demo.charts import STYLES
 from mmflash_jax.demo.corpus import is_correct, sample_examples
 from mmflash_jax.demo.recipe.evaluate import PICTURES, count_read, shown_images
+from mmflash_jax.demo.recipe.families import family_of
 
 _MOST_NEW_TOKENS = 160
 
@@ -27,33 +29,33 @@ class FolderUser:
     """A model folder with everything that belongs to it."""
 
     def __init__(self, folder: Path) -> None:
+        self.family = family_of(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.processor = AutoImageProcessor.from_pretrained(folder)
-        load = Qwen3_5ForConditionalGeneration.from_pretrained
+        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        load = AutoModelForImageTextToText.from_pretrained
         self.model = load(folder, dtype=torch.float32).eval()
 
     def prompt(self, question: str, image_tokens: int) -> torch.Tensor:
-        """Ids of a prompt with one picture, its pad repeated."""
+        """Ids of a prompt with one picture, its pad replaced by the picture's tokens."""
         content = [{"type": "image"}, {"type": "text", "text": question}]
         text = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
         )
-        text = text.replace("<|image_pad|>", "<|image_pad|>" * image_tokens)
-        return torch.tensor([self.tokenizer(text).input_ids])
+        marks = self.family.marks
+        text = text.replace(marks.image_pad, marks.picture(image_tokens))
+        return torch.tensor([self.tokenizer(text, add_special_tokens=False).input_ids])
 
     @torch.no_grad()
     def answer(self, image: np.ndarray, question: str) -> tuple[str, int]:
         """The greedy answer and its length in tokens."""
-        inputs = self.processor(images=[Image.fromarray(image)], return_tensors="np")
-        grid = torch.as_tensor(np.asarray(inputs["image_grid_thw"]))
-        image_tokens = int(grid.prod()) // self.processor.merge_size**2
+        outputs = self.processor(images=[Image.fromarray(image)], return_tensors="np")
+        inputs, image_tokens = self.family.picture_inputs(self.processor, outputs)
         ids = self.prompt(question, image_tokens)
         output = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=(ids == self.model.config.image_token_id).int(),
-            pixel_values=torch.as_tensor(np.asarray(inputs["pixel_values"])),
-            image_grid_thw=grid,
+            **inputs,
             max_new_tokens=_MOST_NEW_TOKENS,
             do_sample=False,
         )

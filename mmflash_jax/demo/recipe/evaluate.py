@@ -42,7 +42,7 @@ class Evaluator:
 
     def __init__(
         self,
-        network: TargetNetwork,
+        network: TargetNetwork[Any],
         writer: PromptWriter,
         batch: int,
         count: int,

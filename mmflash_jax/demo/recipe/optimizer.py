@@ -104,5 +104,6 @@ def orthogonalised(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_muon_matrix(name: str, parameter: Tensor) -> bool:
-    is_table = "embed" in name or name == "glyph_head"
+    # Rows of a table are looked up one by one, so their updates have no matrix structure.
+    is_table = "embed_tokens" in name or "pos_embed" in name or name == "glyph_head"
     return parameter.ndim == 2 and min(parameter.shape) >= SMALLEST_MUON_SIDE and not is_table

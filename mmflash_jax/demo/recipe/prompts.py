@@ -7,7 +7,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mmflash_jax.demo.corpus import ChartExample
-from mmflash_jax.demo.recipe import tokenizer as tok
+from mmflash_jax.demo.recipe.family import PromptMarks
 
 SEQUENCE_LENGTH = 224  # a multiple of the delta-net chunk; the rare longer example is dropped
 
@@ -25,22 +25,21 @@ class EncodedExamples:
 class PromptWriter:
     """Writes the prompt that `chat_template.jinja` renders, with the picture's pads repeated."""
 
-    def __init__(self, tokenizer: Tokenizer, image_tokens: int) -> None:
-        self.tokenizer = tokenizer
-        self.pad_id = tokenizer.token_to_id(tok.PAD)
-        self.turn_end_id = tokenizer.token_to_id(tok.TURN_END)
-        self.image_id = tokenizer.token_to_id(tok.IMAGE_PAD)
-        self.image_tokens = image_tokens
-        self._before_image = self._encode(f"{tok.TURN_START}user\n{tok.VISION_START}")
+    def __init__(self, tokenizer: Tokenizer, marks: PromptMarks, image_tokens: int) -> None:
+        self.tokenizer, self.marks, self.image_tokens = tokenizer, marks, image_tokens
+        self.pad_id = tokenizer.token_to_id(marks.pad)
+        self.turn_end_id = tokenizer.token_to_id(marks.turn_end)
+        self.image_id = tokenizer.token_to_id(marks.image_pad)
+        self._before_image = self._encode(marks.before_image + marks.image_open)
         self.prefix_length = len(self._before_image)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def prompt_ids(self, question: str) -> list[int]:
+        marks = self.marks
         after_image = self._encode(
-            f"{tok.VISION_END}{question}{tok.TURN_END}\n"
-            f"{tok.TURN_START}assistant\n<think>\n\n</think>\n\n"
+            f"{marks.image_close}{marks.after_image}{question}{marks.after_question}"
         )
         return self._before_image + [self.image_id] * self.image_tokens + after_image
 

@@ -1,8 +1,9 @@
 """Trains the demo target: `python -m mmflash_jax.demo.recipe.train_target --output DIR` on a GPU.
 
-First the image tower alone learns to name glyphs, then the whole model learns to answer, on snapped
-charts and later also on ordinary ones. The time limit counts from the start of the process.
-`--smoke` runs a few steps on a CPU.
+`--family gemma4` trains the other family, by the same script on the same data. First the image
+tower alone learns to name glyphs, then the whole model learns to answer, on snapped charts and
+later also on ordinary ones. The time limit counts from the start of the process. `--smoke` runs a
+few steps on a CPU.
 """
 
 import argparse
@@ -22,14 +23,14 @@ from torch.nn import functional
 from mmflash_jax.demo.charts import STYLES
 from mmflash_jax.demo.recipe.evaluate import PICTURES, Evaluator
 from mmflash_jax.demo.recipe.export import write_configuration, write_weights
+from mmflash_jax.demo.recipe.families import FAMILIES
+from mmflash_jax.demo.recipe.family import Family
 from mmflash_jax.demo.recipe.feed import ExampleFeed, FeedSettings
 from mmflash_jax.demo.recipe.glyphs import GlyphNamer
 from mmflash_jax.demo.recipe.graphs import capture
-from mmflash_jax.demo.recipe.network import TargetNetwork
 from mmflash_jax.demo.recipe.optimizer import MuonAdam
 from mmflash_jax.demo.recipe.prompts import SEQUENCE_LENGTH, PromptWriter
 from mmflash_jax.demo.recipe.settings import TrainSettings, smoke_settings
-from mmflash_jax.demo.recipe.shape import VISION_PREFIX, TargetShape, initial_weights
 from mmflash_jax.demo.recipe.tokenizer import padded_vocabulary, write_tokenizer
 
 _DRAWN_AT_ONCE = 32  # batches of ring entries drawn together
@@ -38,20 +39,20 @@ _DRAWN_AT_ONCE = 32  # batches of ring entries drawn together
 class TargetTrainer:
     """Owns the network, its data and the log of one run."""
 
-    def __init__(self, settings: TrainSettings, output: Path) -> None:
+    def __init__(self, family: Family[Any], settings: TrainSettings, output: Path) -> None:
         self.started = time.monotonic()
-        self.settings, self.output = settings, output
-        tokenizer = write_tokenizer(output)
-        self.shape = TargetShape(padded_vocabulary(tokenizer))
-        write_configuration(output, self.shape, tokenizer)
-        writer = PromptWriter(tokenizer, self.shape.image_tokens)
+        self.family, self.settings, self.output = family, settings, output
+        tokenizer = write_tokenizer(output, family)
+        self.shape = family.shape(padded_vocabulary(tokenizer))
+        write_configuration(output, family, self.shape, tokenizer)
+        writer = PromptWriter(tokenizer, family.marks, self.shape.image_tokens)
         feed_settings = FeedSettings(
             settings.workers, settings.chunk, settings.pool, settings.seed + 1
         )
         self.feed = ExampleFeed(feed_settings, writer)
         dtype = torch.bfloat16 if settings.device == "cuda" else torch.float32
-        self.network = TargetNetwork(
-            initial_weights(self.shape, settings.seed),
+        self.network = family.network(
+            family.initial_weights(self.shape, settings.seed),
             self.shape,
             writer.prefix_length,
             SEQUENCE_LENGTH,
@@ -83,7 +84,7 @@ class TargetTrainer:
         vision = [
             (name, weight)
             for name, weight in self.network.weights.items()
-            if name.startswith(VISION_PREFIX)
+            if name.startswith(self.family.vision_prefixes)
         ]
         named = [*vision, ("glyph_head", self.namer.head)]
         optimizer = MuonAdam(named, 0.0, self.network.dtype)
@@ -215,9 +216,10 @@ class TargetTrainer:
         self.save()
 
     def save(self) -> None:
-        write_weights(self.output, self.network.weights)
+        write_weights(self.output, self.network.state(), self.family.float32_suffixes)
         on_gpu = self.settings.device == "cuda"
         log = {
+            "family": self.family.name,
             "settings": dataclasses.asdict(self.settings),
             "shape": dataclasses.asdict(self.shape),
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -234,6 +236,7 @@ class TargetTrainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, default="qwen35")
     parser.add_argument("--output", type=Path, required=True, help="folder for the trained target")
     parser.add_argument("--minutes", type=float, help="wall time for everything")
     parser.add_argument("--seed", type=int, default=0)
@@ -246,7 +249,8 @@ def main() -> None:
     changes = {"seed": arguments.seed}
     if arguments.minutes is not None:
         changes["minutes"] = arguments.minutes
-    trainer = TargetTrainer(dataclasses.replace(settings, **changes), arguments.output)
+    settings = dataclasses.replace(settings, **changes)
+    trainer = TargetTrainer(FAMILIES[arguments.family], settings, arguments.output)
     trainer.warm_up_tower()
     trainer.train()
     trainer.save()

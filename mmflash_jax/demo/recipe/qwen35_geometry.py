@@ -1,13 +1,13 @@
-"""Patch order, positions and rope angles of a prompt that holds one picture of fixed size."""
+"""Patch order, positions and rope angles of a Qwen3.5 prompt with one picture of fixed size."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmflash_jax.demo.recipe.shape import TargetShape
+from mmflash_jax.demo.recipe.qwen35_shape import Qwen35Shape
 
 
-def to_patches(images: Tensor, shape: TargetShape) -> Tensor:
+def to_patches(images: Tensor, shape: Qwen35Shape) -> Tensor:
     """Scaled pixels as [batch, patches, 3 * patch * patch] in merge-block order."""
     (rows, columns), merge, patch = shape.grid, shape.merge, shape.patch
     scaled = images.float() / 127.5 - 1
@@ -17,12 +17,7 @@ def to_patches(images: Tensor, shape: TargetShape) -> Tensor:
     return scaled.reshape(images.shape[0], rows * columns, 3 * patch * patch)
 
 
-def cosine_sine(angles: Tensor) -> tuple[Tensor, Tensor]:
-    doubled = torch.cat((angles, angles), -1)
-    return doubled.cos(), doubled.sin()
-
-
-def vision_positions(shape: TargetShape) -> tuple[Tensor, Tensor]:
+def vision_positions(shape: Qwen35Shape) -> tuple[Tensor, Tensor]:
     """The bilinear map from learned positions to patches, and the rope angles of each patch."""
     (rows, columns), merge = shape.grid, shape.merge
     order = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
@@ -51,7 +46,7 @@ def _two_taps(source: np.ndarray, side: int) -> list[tuple[np.ndarray, np.ndarra
     return [(low, 1 - source % 1), (np.minimum(low + 1, side - 1), source % 1)]
 
 
-def text_angles(shape: TargetShape, prefix_length: int, length: int) -> Tensor:
+def text_angles(shape: Qwen35Shape, prefix_length: int, length: int) -> Tensor:
     """Interleaved M-RoPE angles of a prompt whose picture starts at `prefix_length`."""
     rows, columns = (side // shape.merge for side in shape.grid)
     image = slice(prefix_length, prefix_length + rows * columns)
