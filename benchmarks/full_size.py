@@ -1,11 +1,13 @@
 """Load and decode full-size random checkpoints: does everything fit, and how long does a step take?
 
-    python -m benchmarks.full_size make --folder /tmp/full
+    python -m benchmarks.full_size make --family gemma4 --folder /tmp/full
+    python -m benchmarks.full_size compare --folder /tmp/full --dtype bfloat16
     python -m benchmarks.full_size measure --folder /tmp/full --report full_size.json
 
-`make` writes a random Qwen3.5-4B-shaped checkpoint and a random draft of the published size with
-`save_pretrained` (needs torch, transformers and z-lab's `dflash`). `measure` loads both with our
-loader and decodes. Weights are random: step times are real, acceptance and text mean nothing.
+`make` writes a random checkpoint of Qwen3.5-4B's or Gemma-4-E4B's shape and a random draft of the
+published size with `save_pretrained` (needs torch, transformers and z-lab's `dflash`). `compare`
+holds the target's logits against transformers'. `measure` loads both with our loader and decodes.
+Weights are random: step times are real, acceptance and text mean nothing.
 """
 
 import dataclasses
@@ -13,62 +15,15 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
-TEXT = {
-    "vocab_size": 248320,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "max_position_embeddings": 262144,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e7,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
-        "mrope_interleaved": True,
-    },
-}
-VISION = {
-    "depth": 24,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_heads": 16,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "out_hidden_size": 2560,
-    "num_position_embeddings": 2304,
-}
-DRAFT = {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 248320,
-    "num_target_layers": 32,
-    "block_size": 16,
-    "max_position_embeddings": 262144,
-    "layer_types": ["full_attention"] * 5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
-    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
-}
+from benchmarks import shapes
+
 DRAFT_PARAMETERS = 537_427_200
 
 
@@ -77,10 +32,24 @@ class Make:
     """Write the two random checkpoints."""
 
     folder: Path
-    layers: int = 32
-    """Target layers; fewer make a quick trial of this script."""
+    family: Literal["qwen35", "gemma4"] = "qwen35"
+    layers: int | None = None
+    """Target layers; fewer make a quick trial of this script. Default: as published."""
     device: str = "cuda"
     """Where torch draws the weights."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Hold the target's logits against those of transformers, both in `dtype`."""
+
+    folder: Path
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    length: int = 256
+    """Prompt tokens, an image among them."""
+    device: str = "cuda"
+    """Where transformers runs."""
+    report: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +58,7 @@ class Measure:
 
     folder: Path
     batches: tuple[int, ...] = (1, 8)
+    drafters: tuple[Literal["dflash", "none"], ...] = ("dflash", "none")
     context: int = 1024
     """Prompt tokens of a row."""
     steps: int = 50
@@ -99,25 +69,151 @@ class Measure:
 def make(arguments: Make) -> None:
     import torch
     from dflash.model import DFlashDraftModel
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3Config
+    from transformers import Qwen3Config
 
     torch.set_default_dtype(torch.bfloat16)
-    types = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(32)]
-    text = {**TEXT, "num_hidden_layers": arguments.layers, "layer_types": types[: arguments.layers]}
-    config = Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
     with torch.device(arguments.device):
-        target = Qwen3_5ForConditionalGeneration(config)
+        target = _FAMILIES[arguments.family](arguments.layers)
+        _widen_clip_bounds(target)
     target.save_pretrained(arguments.folder / "target", max_shard_size="4GB")
+    layers = target.config.text_config.num_hidden_layers
     del target
-    draft_config = {**DRAFT, "num_target_layers": arguments.layers}
-    if arguments.layers < 32:
-        ids = [min(i, arguments.layers - 1) for i in range(5)]
-        draft_config["dflash_config"] = {"mask_token_id": 248070, "target_layer_ids": ids}
+    config = dict(shapes.QWEN35_DRAFT if arguments.family == "qwen35" else shapes.GEMMA4_DRAFT)
+    if layers != config["num_target_layers"]:
+        ids = [min(i, layers - 1) for i in range(5)]
+        config["num_target_layers"] = layers
+        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": ids}
     with torch.device(arguments.device):
-        draft = DFlashDraftModel(Qwen3Config(**draft_config))
+        draft = DFlashDraftModel(Qwen3Config(**config))
     count = sum(parameter.numel() for parameter in draft.parameters())
     assert count == DRAFT_PARAMETERS, f"the draft has {count:,} parameters"
     draft.save_pretrained(arguments.folder / "draft")
+
+
+def _qwen35(layers: int | None) -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    count = layers or shapes.QWEN35_TEXT["num_hidden_layers"]
+    kinds = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
+    text = {**shapes.QWEN35_TEXT, "num_hidden_layers": count, "layer_types": kinds}
+    config = Qwen3_5Config(
+        text_config=text, vision_config=shapes.QWEN35_VISION, tie_word_embeddings=True
+    )
+    return Qwen3_5ForConditionalGeneration(config)
+
+
+def _gemma4(layers: int | None) -> Any:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = dict(shapes.GEMMA4_TEXT)
+    if layers is not None:
+        text |= {"num_hidden_layers": layers, "num_kv_shared_layers": layers // 2}
+    count = text["num_hidden_layers"]
+    kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
+    config = Gemma4Config(
+        text_config={**text, "layer_types": kinds},
+        vision_config=shapes.GEMMA4_VISION,
+        audio_config=None,
+        tie_word_embeddings=True,
+    )
+    return Gemma4ForConditionalGeneration(config)
+
+
+_FAMILIES: dict[str, Callable[[int | None], Any]] = {"qwen35": _qwen35, "gemma4": _gemma4}
+
+
+def _widen_clip_bounds(target: Any) -> None:
+    """Finite bounds for clipped projections: the library starts them at infinity."""
+    for name, value in target.named_buffers():
+        if name.endswith(("input_min", "output_min")):
+            value.fill_(-8.0)
+        elif name.endswith(("input_max", "output_max")):
+            value.fill_(8.0)
+
+
+def compare(arguments: Compare) -> dict[str, Any]:
+    """Largest difference as a share of the largest logit, and the share of equal best ids."""
+    import numpy as np
+    import torch
+    import transformers
+
+    from mmflash_jax.decode.prefill import encode_media, pad_prompts
+    from mmflash_jax.decode.records import Plan
+    from mmflash_jax.drafters import NoDraft
+    from mmflash_jax.load import load_target
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    target, params = load_target(arguments.folder / "target", arguments.dtype)
+    prompt = _prompt(target, arguments.length, 0, arguments.length + 1)
+    plan, everything = Plan(target, NoDraft(), ()), {"target": params}
+    media, first_row = encode_media(plan, everything, [prompt])
+    ids, media_idx, positions = pad_prompts(plan, [prompt], first_row, arguments.length)
+    ours = _all_logits(target, params, ids, media, media_idx, positions)
+    del params, everything, media
+    name = json.loads((arguments.folder / "target" / "config.json").read_text())["architectures"][0]
+    family = getattr(transformers, name)
+    model = family.from_pretrained(
+        arguments.folder / "target",
+        dtype=getattr(torch, arguments.dtype),
+        device_map=arguments.device,
+        attn_implementation="eager",
+    ).eval()
+    inputs = {
+        key: torch.as_tensor(value).to(arguments.device)
+        for key, value in _reference_inputs(model.config.model_type, target, prompt).items()
+    }
+    with torch.no_grad():
+        theirs = model(**inputs).logits[0].float().cpu().numpy()
+    result = {
+        "dtype": arguments.dtype,
+        "layers": target.config.num_hidden_layers,
+        "tokens": arguments.length,
+        "error_of_scale": float(np.abs(ours - theirs).max() / np.abs(theirs).max()),
+        "mean_error_of_scale": float(np.abs(ours - theirs).mean() / np.abs(theirs).max()),
+        "same_best_id": float((ours.argmax(-1) == theirs.argmax(-1)).mean()),
+    }
+    print(json.dumps(result), flush=True)
+    if arguments.report:
+        arguments.report.write_text(json.dumps(result, indent=2) + "\n")
+    return result
+
+
+def _all_logits(
+    target: Any, params: Any, ids: Any, media: Any, media_idx: Any, positions: Any
+) -> Any:
+    """fp32 logits `[T, V]` of one prompt in one pass."""
+    import jax
+    import numpy as np
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        length = np.zeros(1, np.int32)
+        count = np.full(1, ids.shape[1], np.int32)
+        x = target.embed(params, ids, media, media_idx)
+        cache = target.init_cache(1, ids.shape[1], 1)
+        out = target.prefill(params, x, positions, cache, length, count, capture=())
+        return target.logits(params, out.hidden)[0]
+
+    return np.asarray(run(params))
+
+
+def _reference_inputs(family: str, target: Any, prompt: Any) -> dict[str, Any]:
+    """What transformers takes for a prompt with one image."""
+    import numpy as np
+
+    (image,) = prompt.images
+    given: dict[str, Any] = {
+        "input_ids": prompt.ids.astype(np.int64)[None],
+        "mm_token_type_ids": (prompt.media_idx >= 0).astype(np.int32)[None],
+    }
+    if family == "qwen3_5":
+        grid = np.array([[1, image.rows, image.columns]])
+        return {**given, "pixel_values": image.patches, "image_grid_thw": grid}
+    side = target.image_side
+    places = np.indices((image.rows, image.columns))[::-1]
+    blocks = places.reshape(2, image.rows // side, side, image.columns // side, side)
+    places = blocks.transpose(1, 3, 2, 4, 0).reshape(1, -1, 2)
+    return {**given, "pixel_values": image.patches[None], "image_position_ids": places}
 
 
 def measure(arguments: Measure) -> dict[str, Any]:
@@ -158,10 +254,8 @@ def measure(arguments: Measure) -> dict[str, Any]:
     capacity = -(-capacity // 64) * 64
     for batch in arguments.batches:
         prompts = [_prompt(target, arguments.context, row, capacity) for row in range(batch)]
-        for name, plan in (
-            ("dflash", Plan(target, drafter, ())),
-            ("none", Plan(target, NoDraft(), ())),
-        ):
+        for name in arguments.drafters:
+            plan = Plan(target, drafter if name == "dflash" else NoDraft(), ())
             began = time.perf_counter()
             state = prefill(plan, everything, prompts, capacity=capacity)
             state = jax.block_until_ready(decode(plan, everything, state, np.int32(warm)))
@@ -195,21 +289,24 @@ def measure(arguments: Measure) -> dict[str, Any]:
 
 
 def _prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
-    """Random text around one 256 x 256 picture of noise."""
+    """Random text around one picture of noise, 16 or so patches a side."""
     import numpy as np
 
     from mmflash_jax.decode.records import PatchedImage, Prompt
 
     rng = np.random.default_rng(seed)
+    side = target.image_side
+    rows = 16 // side * side
+    tokens = (rows // side) ** 2
     image = PatchedImage(
-        patches=rng.normal(size=(256, 3 * 2 * 16 * 16)).astype(np.float32),
-        rows=16,
-        columns=16,
-        num_tokens=64,
+        patches=rng.uniform(size=(rows**2, target.config.vision.patch_values)).astype(np.float32),
+        rows=rows,
+        columns=rows,
+        num_tokens=tokens,
     )
-    ids = rng.integers(0, 248000, length).astype(np.int32)
-    ids[8:72] = target.config.image_token_id
-    positions, shift = target.prompt_positions(ids, [(8, 8)])
+    ids = rng.integers(16, 240000, length).astype(np.int32)
+    ids[8 : 8 + tokens] = target.config.image_token_id
+    positions, shift = target.prompt_positions(ids, [(rows // side, rows // side)])
     is_media = ids == target.config.image_token_id
     return Prompt(
         ids=ids,
@@ -222,11 +319,14 @@ def _prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
 
 
 def main() -> int:
-    arguments = tyro.cli(Make | Measure, description=__doc__)  # pyright: ignore[reportArgumentType]
+    commands: Any = Make | Compare | Measure
+    arguments = tyro.cli(commands, description=__doc__)
     if isinstance(arguments, Make):
         began = time.perf_counter()
         make(arguments)
         print(f"written in {time.perf_counter() - began:.1f} s to {arguments.folder}")
+    elif isinstance(arguments, Compare):
+        compare(arguments)
     else:
         fields = dataclasses.asdict(arguments)
         print({name: str(value) for name, value in fields.items()}, flush=True)

@@ -305,26 +305,25 @@ def test_token_id(encoder):
         encoder.token_id("<none>")
 
 
-def test_processor_and_tower_must_cut_the_same_patches(qwen35, target, tmp_path):
+def test_processor_and_tower_must_cut_the_same_patches(qwen35, tmp_path):
     config = json.loads((qwen35.folder / "config.json").read_text())
     config["vision_config"]["patch_size"] = 14
     tiny.write_front_end(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PromptError, match=r"patch_size is 16.*patch_size is 14"):
-        PromptEncoder.from_checkpoint(tmp_path, target)
+    other = Qwen35.from_hf(config, "float32")
+    with pytest.raises(PromptError, match=r"preprocessor_config.json: patch_size is 16.*needs 14"):
+        PromptEncoder.from_checkpoint(tmp_path, other)
 
 
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = sys.modules["torchvision"] = None
-import types
-import numpy as np
+import json, pathlib
 from PIL import Image
 from mmflash_jax.engine.prompts import PromptEncoder, Request
-target = types.SimpleNamespace(
-    config=types.SimpleNamespace(image_token_id=261, vocab_size=288),
-    prompt_positions=lambda ids, grids: (np.zeros((3, len(ids)), np.int32), 0),
-)
+from mmflash_jax.targets.qwen3_5 import Qwen35
+config = json.loads((pathlib.Path(sys.argv[1]) / "config.json").read_text())
+target = Qwen35.from_hf(config, "float32")
 encoder = PromptEncoder.from_checkpoint(sys.argv[1], target)
 prompt = encoder.encode(Request(text="Hi", images=[Image.new("RGB", (64, 64), "red")]))
 print(len(prompt.ids), prompt.images[0].patches.shape, encoder.decode([71, 72]) != "")

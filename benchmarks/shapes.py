@@ -1,0 +1,108 @@
+"""Published sizes, as configurations of transformers and z-lab's draft package."""
+
+from typing import Any
+
+QWEN35_TEXT: dict[str, Any] = {
+    "vocab_size": 248320,
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
+}
+GEMMA4_TEXT: dict[str, Any] = {
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size": 2560,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_kv_shared_layers": 18,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "max_position_embeddings": 131072,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+QWEN35_VISION: dict[str, Any] = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 2560,
+    "num_position_embeddings": 2304,
+}
+GEMMA4_VISION: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 64,
+    "patch_size": 16,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 10240,
+    "use_clipped_linears": True,
+    "standardize": False,
+}
+QWEN35_DRAFT: dict[str, Any] = {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 248320,
+    "num_target_layers": 32,
+    "block_size": 16,
+    "max_position_embeddings": 262144,
+    "layer_types": ["full_attention"] * 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
+    "dflash_config": {"mask_token_id": 248070, "target_layer_ids": [1, 8, 15, 22, 29]},
+}
+GEMMA4_DRAFT: dict[str, Any] = {
+    **QWEN35_DRAFT,
+    "vocab_size": 262144,
+    "num_target_layers": 42,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "dflash_config": {
+        "mask_token_id": 4,
+        "target_layer_ids": [1, 10, 20, 30, 39],
+        "input_embedding_scale": 50.5,
+        "final_logit_softcapping": 30.0,
+    },
+}
