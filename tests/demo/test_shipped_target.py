@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mmflash_jax import demo
 from mmflash_jax.demo.corpus import sample_examples
@@ -125,7 +126,7 @@ def test_chat_template_refuses_what_it_does_not_know(tokenizer, message):
 
 
 def test_a_demo_chart_gives_seventy_image_tokens(config):
-    processor = AutoImageProcessor.from_pretrained(FOLDER, local_files_only=True)
+    processor = AutoImageProcessor.from_pretrained(FOLDER, backend="pil", local_files_only=True)
     image = sample_examples(1, seed=2)[0].image
     inputs = processor(images=[Image.fromarray(image)], return_tensors="np")
     grid = np.asarray(inputs["image_grid_thw"])
@@ -139,7 +140,7 @@ def test_a_demo_chart_gives_seventy_image_tokens(config):
 
 @pytest.mark.parametrize("size", [(40, 30), (1280, 720), (300, 200)])
 def test_any_picture_fits_the_processor(size):
-    processor = AutoImageProcessor.from_pretrained(FOLDER, local_files_only=True)
+    processor = AutoImageProcessor.from_pretrained(FOLDER, backend="pil", local_files_only=True)
     inputs = processor(images=[Image.new("RGB", size)], return_tensors="np")
     tokens = int(np.asarray(inputs["image_grid_thw"]).prod()) // 4
     assert 16 <= tokens <= 280

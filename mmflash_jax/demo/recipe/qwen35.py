@@ -21,6 +21,13 @@ _SMALLEST_AREA = 64 * 64
 _LARGEST_AREA = 320 * 224
 
 
+def _published_config(config: dict[str, Any], _: Qwen35Shape) -> dict[str, Any]:
+    """Older transformers also write a class default that contradicts the rope parameters."""
+    text = config["text_config"]
+    text = {key: value for key, value in text.items() if key != "partial_rotary_factor"}
+    return {**config, "text_config": text}
+
+
 def _preprocessor_config(shape: Qwen35Shape) -> dict[str, Any]:
     """Settings of the family's image processor, in its version that needs no torch."""
     return {
@@ -65,7 +72,7 @@ QWEN35 = Family(
     network=Qwen35Network,
     initial_weights=initial_weights,
     model_config=huggingface_config,
-    published_config=lambda config, _: config,
+    published_config=_published_config,
     preprocessor_config=_preprocessor_config,
     picture_inputs=_picture_inputs,
 )
