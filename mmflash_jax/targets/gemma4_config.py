@@ -159,7 +159,8 @@ def _heads(text: Mapping[str, Any], kind: str, index: int, where: str) -> tuple[
     kv_heads = require(text, "num_key_value_heads", where)
     overrides = text.get("per_layer_config")
     if overrides is not None:
-        mine = overrides.get(str(index), overrides.get(index)) or {}
+        # Keys are padded with zeros: "05" beside "11".
+        mine = next((v for k, v in overrides.items() if int(k) == index), {})
         foreign = sorted(set(mine) - {"head_dim", "num_key_value_heads"})
         if foreign:
             raise ConfigError(f"{where}: per_layer_config of layer {index} holds {foreign}")
