@@ -39,12 +39,12 @@ def attend(
     key_mask: Bool[Array, "I P"],
     *,
     scale: float,
-    max_scores: int = MAX_SCORES,
+    max_scores: int | None = None,
 ) -> Float[Array, "I P N H"]:
     """Softmax attention inside each image; at most `max_scores` scores are alive at once.
 
-    Scores are products times `scale`. Softmax runs in fp32; the products of fp32 inputs run at the
-    highest precision.
+    It is MAX_SCORES unless given. Scores are products times `scale`. Softmax runs in fp32; the
+    products of fp32 inputs run at the highest precision.
     """
     images, P, N, H = q.shape
     precision = matmul_precision(q.dtype)
@@ -57,7 +57,7 @@ def attend(
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("INTP,IPNH->ITNH", weights, v, precision=precision)
 
-    chunks = math.ceil(images * N * P * P / max_scores)
+    chunks = math.ceil(images * N * P * P / (max_scores or MAX_SCORES))
     if chunks <= 1:
         return some(q)
     chunk = math.ceil(P / min(chunks, P))

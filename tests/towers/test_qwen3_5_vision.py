@@ -12,7 +12,7 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmflash_jax.layers.schema import abstract_module
-from mmflash_jax.towers import qwen3_5_vision
+from mmflash_jax.towers import patches as shared
 from mmflash_jax.towers.qwen3_5_vision import VisionConfig, VisionTower, weight_rules
 from mmflash_jax.weights import TensorStore, export_params, import_params
 from mmflash_jax.weights.hf_config import ConfigError
@@ -141,7 +141,7 @@ def test_every_size_comes_from_the_config(tmp_path, vision):
 
 def test_tower_in_chunks_matches_transformers(qwen35, monkeypatch):
     image = patch(161, 184)
-    monkeypatch.setattr(qwen3_5_vision.attend, "__kwdefaults__", {"max_scores": 4096})
+    monkeypatch.setattr(shared, "MAX_SCORES", 4096)
     got = Loaded(qwen35.folder)([image], 160)[0]
     assert_close(got, reference(qwen35.model, [image])[0], tolerances.LAYER)
 
