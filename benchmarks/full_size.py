@@ -155,9 +155,9 @@ def compare(arguments: Compare) -> dict[str, Any]:
     model = family.from_pretrained(
         arguments.folder / "target",
         dtype=getattr(torch, arguments.dtype),
-        device_map=arguments.device,
         attn_implementation="eager",
-    ).eval()
+    )
+    model = model.eval().to(arguments.device)
     inputs = {
         key: torch.as_tensor(value).to(arguments.device)
         for key, value in _reference_inputs(model.config.model_type, target, prompt).items()

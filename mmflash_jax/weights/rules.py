@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -23,10 +24,10 @@ class WeightsError(ValueError):
 
 @dataclass(frozen=True)
 class Transform:
-    """An invertible change of layout. Both directions return views where numpy can."""
+    """An invertible change of layout, of numpy or jax arrays; views where numpy can."""
 
     name: str
-    to_ours: Callable[[np.ndarray], np.ndarray]
+    to_ours: Callable[[Any], Any]
     to_hf: Callable[[np.ndarray], np.ndarray]
 
 
@@ -78,8 +79,8 @@ def import_params(
     params: Params = {}
     for rule in rules:
         like = wanted[rule.path]
-        view = rule.via.to_ours(store[rule.hf])
-        set_leaf(params, rule.path, _place(view, like.dtype, sharding(rule.path)))
+        placed = _place(store[rule.hf], rule.via, like.dtype, sharding(rule.path))
+        set_leaf(params, rule.path, placed)
     return params
 
 
@@ -115,12 +116,17 @@ def _compare(
     return problems
 
 
-def _place(view: np.ndarray, dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def _place(
+    stored: np.ndarray, via: Transform, dtype: np.dtype, sharding: jax.sharding.Sharding | None
+) -> jax.Array:
+    """A tensor on its device. Whole ones change their layout there, where transposing is fast."""
+    if sharding is None:
+        return jnp.asarray(via.to_ours(jax.device_put(stored)), dtype)
+    view = via.to_ours(stored)
+
     def part(index: Any) -> np.ndarray:
         return np.ascontiguousarray(view[index]).astype(dtype, copy=False)
 
-    if sharding is None:
-        return jax.device_put(part((slice(None),) * view.ndim))
     return jax.make_array_from_callback(view.shape, sharding, part)
 
 

@@ -98,5 +98,6 @@ def write_checkpoint(folder: str | Path, tensors: Mapping[str, np.ndarray], conf
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    contiguous = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    # `ascontiguousarray` would give a scalar an axis.
+    contiguous = {name: np.asarray(value, order="C") for name, value in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
