@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mmflash_jax.layers.cache import write_rows
 from pallas_kernels import block_attention
 from tests.tolerances import LAYER, assert_close
 
@@ -62,6 +63,35 @@ def test_matches_dense_softmax(heads, kv_heads, causal, window):
     run = jax.jit(functools.partial(block_attention, scale=0.3, causal=causal, window=window))
     got = run(*args, jnp.asarray(LENGTHS))
     assert_close(got, dense(*args, causal=causal, window=window), LAYER)
+
+
+@pytest.mark.parametrize("window", [3, 8])
+def test_a_ring_gives_what_a_long_cache_gives(window):
+    """Tokens come in pieces of any width, some wider than the ring; pieces are then rejected in
+    part and their slots written again. Queries see what a cache with a slot for each token shows.
+    """
+    rng = np.random.default_rng(window)
+    long = jnp.asarray(rng.normal(size=(2, 2, 64, WIDTH)), jnp.float32)
+    ring = jnp.asarray(rng.normal(size=(2, 2, window + BLOCK, WIDTH)), jnp.float32)
+    attend = functools.partial(block_attention, scale=0.3, causal=True, window=window)
+    length = jnp.array([0, 0])
+    for width, keep in [(20, [20, 17]), (1, [1, 1]), (6, [2, 6]), (6, [0, 1]), (6, [6, 3])]:
+        rows = jnp.asarray(rng.normal(size=(2, width, 2, WIDTH)), jnp.float32)
+        q = jnp.asarray(rng.normal(size=(2, width, 4, WIDTH)), jnp.float32)
+        wanted = attend(q, long, long, rows, rows, length)
+        got = attend(q, ring, ring, rows, rows, length, ring=True)
+        assert_close(got, wanted, LAYER, f"piece of {width} at {length}")
+        # Prefill writes real rows only; a drafted block is written whole and kept in part.
+        count = jnp.array(keep if width > BLOCK else [width, width])
+        long = write_rows(long, rows, length, count)
+        ring = write_rows(ring, rows, length, count, ring=True)
+        length = length + jnp.array(keep)
+
+
+def test_a_ring_needs_a_window():
+    arguments = [jnp.asarray(x) for x in (*inputs(4, 2), LENGTHS)]
+    with pytest.raises(ValueError, match="window"):
+        block_attention(*arguments, scale=1.0, causal=True, ring=True)
 
 
 def test_rows_do_not_touch_each_other():

@@ -115,3 +115,9 @@ def qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def any_qwen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Every shape of Qwen3.5."""
     return _loaded(request, tmp_path_factory)
+
+
+@pytest.fixture(scope="session", params=STANDARD[1:], ids=" ".join)
+def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """The first shape of Gemma 4."""
+    return _loaded(request, tmp_path_factory)
