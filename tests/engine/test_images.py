@@ -64,6 +64,7 @@ def test_orientation_is_applied(orientation):
 
 
 def test_orientation_of_a_jpeg_photo():
+    """B07: a photo stored on its side equals the one stored upright."""
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     photo = Image.new("RGB", (640, 480), "white")
@@ -105,6 +106,7 @@ def paletted(transparent):
     ids=lambda value: "" if isinstance(value, bytes) else str(value)[:24],
 )  # fmt: skip
 def test_every_pixel_format_becomes_rgb_on_white(data, colour):
+    """B08: alpha, palettes, one bit, CMYK and sixteen bits; what is transparent shows white."""
     image = open_image(data)
     assert (image.mode, image.size) == ("RGB", (4, 4))
     assert image.getpixel((1, 2)) == colour

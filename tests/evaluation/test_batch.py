@@ -53,8 +53,9 @@ def prompts(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_the_bundled_pair_answers_the_bundled_samples(tool, capsys):
-    code, rows, report = tool(draft=None, batch=3)
+@pytest.mark.parametrize("target", ["demo", "demo-gemma4"])
+def test_a_bundled_pair_answers_the_bundled_samples(tool, capsys, target):
+    code, rows, report = tool(target=target, draft=None, batch=3)
     assert code == 0
     samples = [json.loads(line) for line in (SAMPLES / "prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [sample["id"] for sample in samples]
