@@ -34,7 +34,7 @@ from pallas_kernels import block_attention
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """Input of a pass: the stream `[B, T, D]` and what each layer adds, `[B, T, L, P]`."""
+    """Input of a pass: the stream `[B, T, D]` and what each layer adds, `[B, T, L, E]`."""
 
     x: Array
     per_layer: Array
@@ -127,7 +127,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        per_layer: Float[Array, "B T P"],
+        per_layer: Float[Array, "B T E"],
         angles: Float[Array, "B T half"],
         cache: AttentionCache | _Context,
         length: Int[Array, " B"],
@@ -183,8 +183,8 @@ class Gemma4:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        # Released files hold key and value weights that no layer reads (gemma4.md 3.1).
-        readers = [i for i, layer in enumerate(self.config.layers) if layer.source != i]
+        """Audio, and the keys and values that released files hold for layers that never use them."""
+            readers = [i for i, layer in enumerate(self.config.layers) if layer.source != i]
         unused = "|".join(map(str, readers)) or "none"
         return (
             r"model\.(audio_tower|embed_audio)\.",
