@@ -183,8 +183,9 @@ class Gemma4:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Audio, and the keys and values that released files hold for layers that never use them."""
-            readers = [i for i, layer in enumerate(self.config.layers) if layer.source != i]
+        """Audio, and the keys and values that released files hold for layers without use for them.
+        """
+        readers = [i for i, layer in enumerate(self.config.layers) if layer.source != i]
         unused = "|".join(map(str, readers)) or "none"
         return (
             r"model\.(audio_tower|embed_audio)\.",
