@@ -37,6 +37,16 @@ class ServeConfig:
     """Most tokens to generate for a prompt that names no limit of its own."""
     max_length: int = 8192
     """Most tokens of a row in the cache, prompt included."""
+    temperature: float = 0.0
+    """Of prompts that name none; 0 is greedy."""
+    top_k: int = 0
+    """Most likely tokens to sample from, 0 for all."""
+    top_p: float = 1.0
+    """Mass of the most likely tokens to sample from."""
+    min_p: float = 0.0
+    """Least probability of a sampled token, as a share of the largest."""
+    seed: int = 0
+    """Of prompts that name none; each line gets a seed of its own from it."""
     batch: int = 8
     """Rows decoded at once."""
     dtype: Dtype = "auto"

@@ -1,26 +1,23 @@
 """Which drafted tokens stay. The only place with acceptance mathematics.
 
-Greedy acceptance: a draft stays while it equals the target's most likely token given all before
-it, so the ids are those of plain greedy decoding. A sampled rule will take the same arguments.
+A draft stays while it equals the target's own choice given all before it. The choice is the most
+likely token or a keyed sample (decode/sampling.py); either way the ids are those of plain decoding.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from mmflash_jax.decode.records import LENGTH, RUNNING, STOP, Acceptance, DecodeState, Verification
+from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Proposal
-
-
-def choose(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
-    """The target's token: the most likely one, the lowest id among equals."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def accept(
     state: DecodeState, proposal: Proposal, verification: Verification, stop_ids: tuple[int, ...]
 ) -> Acceptance:
     """Keep the longest prefix of drafts that the target agrees with, and its next token."""
-    choice = choose(verification.logits)
+    place = state.num_tokens[:, None] + jnp.arange(verification.logits.shape[1])
+    choice = choose(verification.logits, state.sampling, place)
     agree = proposal.ids == choice[:, :-1]
     accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=-1), axis=-1)
     # Row `accepted` of `choice` is the bonus token, earlier rows equal the accepted drafts.

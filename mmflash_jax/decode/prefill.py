@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.decode.accept import choose, cut
+from mmflash_jax.decode.accept import cut
 from mmflash_jax.decode.buckets import bucket, chunk_widths
 from mmflash_jax.decode.records import ABSENT, RUNNING, DecodeState, PatchedImage, Plan, Prompt
+from mmflash_jax.decode.sampling import GREEDY, Sampling, choose, gather
 from mmflash_jax.layers.schema import Params
 
 CHUNK = 512
@@ -62,9 +63,10 @@ def prefill(
     limit = np.array([0 if p is None else p.max_tokens for p in prompts], np.int32)
     shift = np.array([0 if p is None else p.rope_shift for p in prompts], np.int32)
     room = bucket(int(limit.max()), 16) if room is None else room
+    sampling = gather([GREEDY if p is None else p.sampling for p in prompts])
     return _first_token(
         plan, params, state.cache, state.draft, state.last, _lengths(prompts), limit, shift,
-        room=room,
+        sampling, room=room,
     )  # fmt: skip
 
 
@@ -219,13 +221,15 @@ def _first_token(
     length: Int[Array, " B"],
     limit: Int[Array, " B"],
     rope_shift: Int[Array, " B"],
+    sampling: Sampling | None,
     *,
     room: int,
 ) -> DecodeState:
     """The state after the prompt: the first token is known, but in no cache."""
     batch = length.shape[0]
-    first = choose(plan.target.logits(params["target"], last))
     zero = jnp.zeros((batch,), jnp.int32)
+    logits = plan.target.logits(params["target"], last)
+    first = choose(logits[:, None], sampling, zero[:, None])[:, 0]
     start = DecodeState(
         tokens=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first),
         num_tokens=zero,
@@ -238,6 +242,7 @@ def _first_token(
         committed=jnp.zeros((batch, plan.drafter.block), jnp.int32),
         cache=cache,
         draft=draft,
+        sampling=sampling,
     )
     decided = cut(start, first[:, None], zero + 1, plan.stop_ids)
     return dataclasses.replace(start, num_tokens=decided.count, reason=decided.reason)

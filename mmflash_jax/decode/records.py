@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.decode.sampling import GREEDY, Sampling, SamplingSettings
 from mmflash_jax.drafters import Drafter
 from mmflash_jax.targets import Target
 
@@ -40,6 +41,7 @@ class Prompt:
     rope_shift: rotary position minus index of every token after the prompt.
     images: in the order of their placeholders.
     max_tokens: most tokens to generate, at least 1.
+    sampling: how its tokens are chosen.
     """
 
     ids: np.ndarray
@@ -48,6 +50,7 @@ class Prompt:
     rope_shift: int
     images: tuple[PatchedImage, ...]
     max_tokens: int
+    sampling: SamplingSettings = GREEDY
 
 
 RUNNING, STOP, LENGTH, ABSENT = 0, 1, 2, 3
@@ -82,6 +85,7 @@ class DecodeState:
     committed: int32 `[B, block]`, how many of those steps committed index + 1 tokens.
     cache: the target's, valid for `length` tokens.
     draft: the drafter's state, valid for `length` tokens.
+    sampling: how each row's tokens are chosen; None if all rows are greedy.
 
     Invariants after prefill and after every step:
     - length + 1 = prompt tokens + num_tokens: all known tokens but the anchor are in the caches;
@@ -100,6 +104,7 @@ class DecodeState:
     committed: Int[Array, "B block"]
     cache: Any
     draft: Any
+    sampling: Sampling | None
 
     @property
     def running(self) -> Array:

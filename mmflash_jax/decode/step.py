@@ -9,9 +9,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from mmflash_jax.decode.accept import accept
 from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verification
+from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Heads, Proposal
 from mmflash_jax.layers.schema import Params
 
@@ -24,10 +26,17 @@ def borrow_heads(plan: Plan, params: Params) -> Heads:
     )
 
 
+def _pick(state: DecodeState, logits: Array) -> Array:
+    """A draft's ids for the next places of each answer, by the rule that the target's follow."""
+    place = state.num_tokens[:, None] + jnp.arange(logits.shape[1])
+    return choose(logits, state.sampling, place)
+
+
 def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
     """Advance every running row by 1 .. block tokens."""
     with jax.named_scope("propose"):
         heads = borrow_heads(plan, params)
+        heads = dataclasses.replace(heads, pick=functools.partial(_pick, state))
         proposal = plan.drafter.propose(
             params["drafter"], state.draft, state.anchor, state.length, heads
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.schema import Params
@@ -24,16 +25,23 @@ class Proposal:
     ids: Array
 
 
+def most_likely(logits: Array) -> Array:
+    """The id of the largest logit, the lowest among equals: `[..., V]` -> `[...]`."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
 @dataclass(frozen=True)
 class Heads:
-    """The target's token table and output head, which a draft borrows.
+    """The target's token table and output head, which a draft borrows, and its way of choosing.
 
     embed: ids `[B, T]` -> unscaled rows `[B, T, D]`.
     logits: hidden `[..., D]` -> fp32 logits `[..., V]` without soft cap.
+    pick: draft logits `[B, drafts, V]` -> ids, by the rule that the target's tokens are chosen by.
     """
 
     embed: Callable[[Array], Array]
     logits: Callable[[Array], Array]
+    pick: Callable[[Array], Array] = most_likely
 
 
 class Drafter(Protocol):

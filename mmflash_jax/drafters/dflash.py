@@ -265,8 +265,7 @@ class DFlash:
         ids = block_ids(anchor[:, None], self.config)
         hidden = self.denoise(params, state, ids, length[:, None], heads)
         # The anchor's own row predicts nothing; row k predicts the token at its own position.
-        logits = self.logits(hidden[:, 0, 1:], heads)
-        return Proposal(ids=jnp.argmax(logits, axis=-1).astype(jnp.int32))
+        return Proposal(ids=heads.pick(self.logits(hidden[:, 0, 1:], heads)))
 
     def denoise(
         self,

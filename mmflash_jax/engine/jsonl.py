@@ -1,10 +1,12 @@
 """Prompt files: one JSON object a line, bad lines reported and skipped."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmflash_jax.decode.sampling import GREEDY, SamplingSettings
 from mmflash_jax.engine.prompts import PromptError, Request
 
 _FIELDS = {
@@ -13,8 +15,15 @@ _FIELDS = {
     "images": (list,),
     "max_tokens": (int,),
     "stop": (list,),
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "seed": (int,),
     "answer": (str,),
 }
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +41,13 @@ class Line:
     error: str | None = None
 
 
-def read_requests(path: Path, *, max_tokens: int) -> list[Line]:
+def read_requests(
+    path: Path, *, max_tokens: int, sampling: SamplingSettings = GREEDY
+) -> list[Line]:
     """Every line that is not blank, in order. Image paths are relative to the file.
+
+    `max_tokens` and `sampling` hold for lines that do not say otherwise. A line without a seed gets
+    one of its own, from the seed of `sampling` and the line's number.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -43,19 +57,24 @@ def read_requests(path: Path, *, max_tokens: int) -> list[Line]:
     with path.open("rb") as stream:
         for number, raw in enumerate(stream, start=1):
             if raw.strip():
-                lines.append(_parse(raw, path, number, max_tokens))
+                lines.append(_parse(raw, path, number, max_tokens, sampling))
     if not lines:
         raise PromptError(f"{path} holds no prompts")
     return lines
 
 
-def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
+def _parse(
+    raw: bytes, path: Path, number: int, max_tokens: int, sampling: SamplingSettings
+) -> Line:
     where, line_id = f"{path}:{number}", str(number)
     try:
         value = _decode(raw)
         if isinstance(value, dict) and isinstance(value.get("id"), (str, int)):
             line_id = str(value["id"])
         _check(value)
+        own = {"seed": ((sampling.seed << 32) + number) % 2**64}
+        own |= {name: value[name] for name in _SAMPLING if name in value}
+        chosen = dataclasses.replace(sampling, **own)
     except ValueError as error:
         return Line(where=where, id=line_id, error=f"{where}: {error}")
     request = Request(
@@ -64,6 +83,7 @@ def _parse(raw: bytes, path: Path, number: int, max_tokens: int) -> Line:
         images=tuple(path.parent / name for name in value.get("images", ())),
         max_tokens=value.get("max_tokens", max_tokens),
         stop=tuple(value.get("stop", ())),
+        sampling=chosen,
     )
     return Line(where=where, id=line_id, request=request, answer=value.get("answer"))
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from mmflash_jax.decode.records import PatchedImage, Prompt
+from mmflash_jax.decode.sampling import GREEDY, SamplingSettings
 from mmflash_jax.engine.images import open_image
 from mmflash_jax.weights.hf_config import read_json
 
@@ -42,6 +43,7 @@ class Request:
     images: files, file contents or PIL images.
     max_tokens: most tokens to generate.
     stop: strings that end the answer; the text returned ends before them.
+    sampling: how its tokens are chosen.
     """
 
     id: str = ""
@@ -51,6 +53,7 @@ class Request:
     images: Sequence[Source] = ()
     max_tokens: int = 256
     stop: Sequence[str] = ()
+    sampling: SamplingSettings = GREEDY
 
 
 class PromptTarget(Protocol):
@@ -156,6 +159,7 @@ class PromptEncoder:
             rope_shift=int(shift),
             images=images,
             max_tokens=request.max_tokens,
+            sampling=request.sampling,
         )
 
     def render(self, request: Request) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from mmflash_jax.decode.buckets import bucket
 from mmflash_jax.decode.prefill import extend, run_prompts
 from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.decode.sampling import gather, scores
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import Completion
 from mmflash_jax.layers.schema import Params
@@ -90,5 +91,9 @@ def _gap(
     longer = extend(prompt, known)
     everything = {"target": wide, "drafter": {}}
     state = run_prompts(plain, everything, [longer], capacity=bucket(len(longer.ids), 64))
-    logits = np.asarray(target.logits(wide, state.last))[0]
-    return float((logits.max() - logits[list(ids)].min()) / np.abs(logits).max())
+    logits = target.logits(wide, state.last)[:, None]
+    place = jnp.full((1, 1), len(known), jnp.int32)
+    # A sampled token is the largest of logits and noise; ids that a filter left out are -inf.
+    compared = np.asarray(scores(logits, gather([prompt.sampling]), place))[0, 0]
+    scale = np.abs(compared[np.isfinite(compared)]).max()
+    return float((compared.max() - compared[list(ids)].min()) / scale)

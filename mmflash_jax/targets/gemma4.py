@@ -183,7 +183,7 @@ class Gemma4:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Audio, and the keys and values that released files hold for layers without use for them."""
+        """Audio, and keys and values that released files hold for layers without use for them."""
         readers = [i for i, layer in enumerate(self.config.layers) if layer.source != i]
         unused = "|".join(map(str, readers)) or "none"
         return (

@@ -85,8 +85,8 @@ BAD = {
     "null": ("null", "expected a JSON object, found NoneType"),
     "unknown field": (
         '{"text": "a", "prompt": "b"}',
-        "unknown fields ['prompt']; known are ['answer', 'id', 'images', 'max_tokens', 'stop', "
-        "'text']",
+        "unknown fields ['prompt']; known are ['answer', 'id', 'images', 'max_tokens', 'min_p', "
+        "'seed', 'stop', 'temperature', 'text', 'top_k', 'top_p']",
     ),
     "a number as text": ('{"text": 3}', "text is 3, expected str"),
     "null as text": ('{"text": null}', "text is None, expected str"),

@@ -125,8 +125,10 @@ def test_unused_tensors_of_released_files_are_skipped_by_name(gemma, tmp_path):
     tensors = {name: np.asarray(value) for name, value in TensorStore(gemma.folder).items()}
     config = read_config(gemma.folder)
     layer = "model.language_model.layers.{}.self_attn.{}.weight"
-    unused = {layer.format(i, name): np.zeros((2, 2)) for i in (3, 4, 5) for name in
-              ("k_proj", "v_proj", "k_norm")}  # fmt: skip
+    names = ("k_proj", "v_proj", "k_norm")
+    unused: dict[str, np.ndarray] = {
+        layer.format(index, name): np.zeros((2, 2)) for index in (3, 4, 5) for name in names
+    }
     unused["model.audio_tower.layers.0.norm.weight"] = np.zeros(3)
     unused["model.embed_audio.embedding_projection.weight"] = np.zeros((2, 2))
     write_checkpoint(tmp_path / "released", tensors | unused, config)

@@ -1,0 +1,163 @@
+"""Choosing tokens: the most likely one, or a sample that no draft and no neighbour can change.
+
+A sample is the largest of log-probability plus Gumbel noise. The noise of a token comes from its
+request's seed and its place in the answer alone, so a request draws the same answer alone or in a
+batch, with a draft or without. The drafter picks from its own distribution with the same noise:
+both pick the same token whenever the two distributions are close (coupling without communication,
+Daliri, Musco and Suresh, arXiv 2408.07978). The target's pick is what is returned, accepted or not,
+so whatever the draft does the answer is an exact sample of the target. The usual rejection rule
+(arXiv 2211.17192) accepts a little more often, and gives another text for each draft.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+EXCLUDED = -jnp.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How one request samples. Temperature 0 is greedy, and then nothing else matters.
+
+    top_k: the most likely tokens to keep, 0 for all. top_p: the fewest tokens whose mass reaches
+    this. min_p: least probability as a share of the largest. They apply in the order of vLLM:
+    temperature, min_p, top_k, top_p. seed: of the noise; requests with equal seeds draw alike.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning.
+
+        Raises:
+            ValueError: naming the field, its value and the range.
+        """
+        ranges = {
+            "temperature": (0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            "top_k": (self.top_k >= 0, "0 (all) or more"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0, up to 1"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            "seed": (0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
+        }
+        for name, (holds, allowed) in ranges.items():
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be {allowed}")
+
+    @property
+    def is_greedy(self) -> bool:
+        # One token kept is the most likely one, whatever the temperature.
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+GREEDY = SamplingSettings()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """`SamplingSettings` of a batch; temperature is 0 in greedy rows. key: uint32 `[B, 2]`."""
+
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    key: UInt32[Array, "B 2"]
+
+
+def gather(settings: Sequence[SamplingSettings]) -> Sampling | None:
+    """The batch's settings on the device; None if every row is greedy, which compiles leaner."""
+    if all(one.is_greedy for one in settings):
+        return None
+    halves = [(one.seed >> 32, one.seed & 0xFFFFFFFF) for one in settings]
+    return Sampling(
+        temperature=jnp.asarray(
+            [0.0 if one.is_greedy else one.temperature for one in settings], jnp.float32
+        ),
+        top_k=jnp.asarray([min(one.top_k, 2**31 - 1) for one in settings], jnp.int32),
+        top_p=jnp.asarray([one.top_p for one in settings], jnp.float32),
+        min_p=jnp.asarray([one.min_p for one in settings], jnp.float32),
+        key=jnp.asarray(np.array(halves, np.uint32)),
+    )
+
+
+def choose(
+    logits: Float[Array, "B T V"], sampling: Sampling | None, place: Int[Array, "B T"]
+) -> Int[Array, "B T"]:
+    """The token of each distribution; `place` is its index in the row's answer.
+
+    Greedy rows take the most likely token, the lowest id among equals.
+    """
+    return jnp.argmax(scores(logits, sampling, place), axis=-1).astype(jnp.int32)
+
+
+def scores(
+    logits: Float[Array, "B T V"], sampling: Sampling | None, place: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+    """What the chosen token is the largest of: logits, or log-probabilities plus noise."""
+    if sampling is None:
+        return logits
+    noisy = log_probabilities(logits, sampling) + _noise(sampling.key, place, logits.shape[-1])
+    return jnp.where((sampling.temperature > 0)[:, None, None], noisy, logits)
+
+
+def log_probabilities(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
+    """fp32 log-distribution that a row samples from; tokens filtered out are -inf.
+
+    Greedy rows are treated as of temperature 1.
+    """
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature[:, None, None], axis=-1)
+    p = jnp.exp(logp)
+    keep = p >= sampling.min_p[:, None, None] * p.max(axis=-1, keepdims=True)
+    k = jnp.where(sampling.top_k > 0, sampling.top_k, logits.shape[-1])
+    keep &= _largest(p * keep, jnp.ones_like(p), k[:, None].astype(jnp.float32))
+    left = p * keep
+    # Mass is counted among what the other filters left.
+    nucleus = _largest(left, left, sampling.top_p[:, None] * left.sum(axis=-1))
+    keep &= nucleus | (sampling.top_p == 1)[:, None, None]
+    return jax.nn.log_softmax(jnp.where(keep, logp, EXCLUDED), axis=-1)
+
+
+def _largest(
+    values: Float[Array, "B T V"], weights: Float[Array, "B T V"], wanted: Float[Array, "B _"]
+) -> Bool[Array, "B T V"]:
+    """The fewest of the largest values whose weights reach `wanted`; equal values stay together.
+
+    Bisection over the bits of non-negative floats, which order as integers do: 31 sums over the
+    vocabulary, cheaper than sorting it.
+    """
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+
+    def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low + 1) // 2
+        enough = jnp.where(bits >= middle[..., None], weights, 0.0).sum(axis=-1) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    shape = values.shape[:-1]
+    infinity = 0x7F800000
+    bounds = (jnp.zeros(shape, jnp.int32), jnp.full(shape, infinity, jnp.int32))
+    threshold, _ = jax.lax.fori_loop(0, 31, halve, bounds)
+    return bits >= threshold[..., None]
+
+
+def _noise(
+    key: UInt32[Array, "B 2"], place: Int[Array, "B T"], vocabulary: int
+) -> Float[Array, "B T V"]:
+    """Gumbel noise of each place of each row's answer."""
+
+    def one(key: Array, place: Array) -> Array:
+        own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), place)
+        # The low-resolution kind never draws what is rarer than 2^-24.
+        return jax.random.gumbel(own, (vocabulary,), jnp.float32, mode="high")
+
+    return jax.vmap(jax.vmap(one, (None, 0)))(key, place)
