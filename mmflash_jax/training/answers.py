@@ -46,7 +46,7 @@ def answers_of(
         return known
     batch = config.generate.batch
     # A batch is answered as a whole: bf16 answers may depend on the shape of the batch.
-    del known[len(known) - len(known) % min(batch, len(prompts)) :]
+    del known[len(known) - len(known) % max(1, min(batch, len(prompts))) :]
     params = {"target": target_params, "drafter": {}}
     count = len(prompts)
     with (
