@@ -42,8 +42,9 @@ def test_chunks_equal_a_float64_divergence(chunk):
     def logits_of(hidden: Any) -> Any:
         return 30 * jnp.tanh(hidden @ table / 30)
 
-    given = [jnp.asarray(some) for some in (real, ablated, ids)]
-    score, confidence = chunked_divergence(logits_of, *given, CAP, chunk=chunk)
+    score, confidence = chunked_divergence(
+        logits_of, jnp.asarray(real), jnp.asarray(ablated), jnp.asarray(ids), CAP, chunk=chunk
+    )
     wanted, sure = exact(np.asarray(logits_of(real)), np.asarray(logits_of(ablated)), ids)
     assert wanted.max() == CAP
     assert wanted.min() < 0.01
