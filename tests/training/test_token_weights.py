@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmflash_jax.config import VisualConfig
+from mmflash_jax.config import VisualConfig, build
 from mmflash_jax.training.token_weights import into_box, supervised_tokens, token_weights
+from mmflash_jax.weights.hf_config import ConfigError
 
 IMAGE_ID = 7
 
@@ -103,3 +104,18 @@ def test_the_first_token_and_placeholders_are_no_labels():
     """Check (i)."""
     made = supervised_tokens(np.array([3, IMAGE_ID, 4, IMAGE_ID]), IMAGE_ID)
     assert made.tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"low": 1.5}, "visual.low is 1.5, it must be at most 1"),
+        ({"high": 0.5}, "visual.high is 0.5, it must be at least 1"),
+        ({"tau": 0}, "visual.tau is 0.0, it must be positive"),
+        ({"strength": -1}, "visual.strength is -1.0, it must not be negative"),
+        ({"ablation": "black"}, "visual.ablation is 'black', allowed: "),
+    ],
+)
+def test_settings_that_cannot_be(values, message):
+    with pytest.raises(ConfigError, match=message):
+        build(VisualConfig | None, values, "visual")

@@ -15,7 +15,6 @@ from mmflash_jax.config import (
     GenerateConfig,
     TrainConfig,
     VisualConfig,
-    build,
 )
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
@@ -301,18 +300,3 @@ def test_killed_answering_goes_on_at_its_batch(setup, tmp_path, monkeypatch):
         assert answers_of(setup.plan, setup.params, setup.prompts, config) == made
         assert answers_path(config).read_bytes() == whole
     assert starts == [0, 0, 3, 3, 6]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"low": 1.5}, "visual.low is 1.5, it must be at most 1"),
-        ({"high": 0.5}, "visual.high is 0.5, it must be at least 1"),
-        ({"tau": 0}, "visual.tau is 0.0, it must be positive"),
-        ({"strength": -1}, "visual.strength is -1.0, it must not be negative"),
-        ({"ablation": "black"}, "visual.ablation is 'black', allowed: "),
-    ],
-)
-def test_settings_that_cannot_be(values, message):
-    with pytest.raises(ConfigError, match=message):
-        build(VisualConfig | None, values, "visual")
