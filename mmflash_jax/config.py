@@ -17,6 +17,7 @@ from mmflash_jax.weights.hf_config import ConfigError
 
 T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16"]
+Ablation = Literal["blank", "patchmask", "pixelate", "noise", "textonly"]
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,50 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
+class VisualConfig:
+    """Visual-KL: answer tokens that hang on the picture weigh more in the loss.
+
+    A second pass of the target over its own answers, with the pictures ablated, gives each answer
+    token a score in nats: how far its distribution moves when the picture's content is gone.
+    """
+
+    strength: float = 2.0
+    """lambda of the weighting: a token weighs 1 + lambda * u before scaling, u in [0, 1). 0 trains
+    as without weights, bit for bit."""
+    ablation: Ablation = "blank"
+    """What stands in for the pictures. blank: mid-grey; patchmask: half of the 16-pixel patches
+    black; pixelate: a tenth of the resolution; noise: random pixels; textonly: no pictures, which
+    moves positions too."""
+    tau: float = 0.5
+    """Score in nats at which u = score / (score + tau) is a half."""
+    cap: float = 10.0
+    """Largest score in nats."""
+    low: float = 0.5
+    """Smallest weight of a supervised token."""
+    high: float = 3.0
+    """Largest weight of a supervised token."""
+    gate: Literal["none", "confidence"] = "none"
+    """confidence: u is multiplied by the target's probability of the token, since a token with many
+    right words cannot be foreseen anyway."""
+    weighting: Literal["squash", "groups"] = "squash"
+    """squash: 1 + lambda * u in the box from low to high, scaled to mean one in each sample.
+    groups: the fifth of a sample's tokens with the highest scores holds half of its weight, the
+    others the other half; tau, low, high and the size of a positive strength do not matter."""
+    seed: int = 0
+    """Of random ablations; each sample draws its own from it."""
+    batch: int = 8
+    """Rows scored at once."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "tau", "cap", "low", "batch")
+        _not_negative(self, "strength", "seed")
+        if self.low > 1:
+            raise ConfigError(f"low is {self.low}, it must be at most 1, the mean weight")
+        if self.high < 1:
+            raise ConfigError(f"high is {self.high}, it must be at least 1, the mean weight")
+
+
+@dataclass(frozen=True)
 class OptimiserConfig:
     """AdamW with warm-up and cosine decay."""
 
@@ -196,6 +241,8 @@ class TrainConfig:
     data: ChartData | JsonlData
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    visual: VisualConfig | None = None
+    """Weights of answer tokens by what they owe to the picture. Default: none, plain DFlash."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     row_length: int = 1024
     """Tokens of a training row; longer prompt + answer rows are cut."""

@@ -21,6 +21,19 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+# Every compiled program takes memory mappings, of which Linux gives a process 65,530; beyond them
+# the compiler crashes. Dropped programs come back from the cache on disk.
+MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_mappings():
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def qwen35(tmp_path_factory: pytest.TempPathFactory) -> tiny.Checkpoint:
     """A tiny Qwen3.5 with tied embeddings: its folder and its transformers model."""

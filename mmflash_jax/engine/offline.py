@@ -67,12 +67,16 @@ def answer(
     prompts: Sequence[Prompt],
     *,
     batch: int,
+    start: int = 0,
     on_progress: Callable[[int], object] = lambda _: None,
+    on_batch: Callable[[Sequence[Completion]], object] = lambda _: None,
 ) -> Answers:
-    """Decode all prompts, `batch` at a time.
+    """Decode all prompts from number `start` on, `batch` at a time.
 
-    All batches share the sizes of cache and answers, so the loop compiles once. `on_progress`
-    receives the number of prompts answered since the last call.
+    All batches share the sizes of cache and answers, so the loop compiles once. The prompts before
+    `start` count for the sizes: a run that goes on where another stopped, at the beginning of a
+    batch, answers exactly as that one would have. `on_progress` receives the number of prompts
+    answered since the last call, `on_batch` their completions.
     """
     answers = Answers()
     if not prompts:
@@ -80,8 +84,8 @@ def answer(
     rows = min(batch, len(prompts))
     capacity = bucket(max(len(p.ids) + p.max_tokens for p in prompts), 64)
     room = bucket(max(p.max_tokens for p in prompts), 16)
-    for start in range(0, len(prompts), rows):
-        part = list(prompts[start : start + rows])
+    for at in range(start, len(prompts), rows):
+        part = list(prompts[at : at + rows])
         padded = part + [None] * (rows - len(part))
         state = prefill(plan, params, padded, capacity=capacity, room=room)
         # No steps: compiles the loop, so that the clock below sees decoding only.
@@ -93,6 +97,7 @@ def answer(
         # The first token of a row is prefill's work.
         answers.timing.tokens += sum(len(completion.token_ids) - 1 for completion in done)
         answers.completions += done
+        on_batch(done)
         on_progress(len(part))
     return answers
 

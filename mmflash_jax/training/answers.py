@@ -4,8 +4,6 @@ A draft must foresee what its target really says, so it learns from nothing else
 """
 
 import dataclasses
-import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +13,17 @@ from tqdm import tqdm
 
 from mmflash_jax.config import JsonlData, TrainConfig
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.engine.offline import answer
+from mmflash_jax.engine.offline import Completion, answer
 from mmflash_jax.layers.schema import Params
-from mmflash_jax.weights.hf_config import ConfigError
+from mmflash_jax.training.journal import Journal
+from mmflash_jax.training.provenance import file_hash, target_identity
 
 log = logging.getLogger(__name__)
+
+
+def answers_path(config: TrainConfig) -> Path:
+    """Where the answers of a run lie: a header, then the ids of one answer a line."""
+    return config.output / "answers.jsonl"
 
 
 def answers_of(
@@ -27,49 +31,49 @@ def answers_of(
 ) -> list[tuple[int, ...]]:
     """Greedy answers, read from `answers.jsonl` when that was made with the same settings.
 
+    Answers are written batch by batch; a run that was killed goes on at the batch it was in.
+
     Raises:
         ConfigError: the file was made with other settings; it is left alone.
     """
-    path = config.output / "answers.jsonl"
-    header = _header(config)
-    if path.exists():
-        return _read(path, header, len(prompts))
+    journal = Journal(answers_path(config), _header(plan, config), "answer anew")
+    known = [tuple(line) for line in journal.read()]
+    if len(known) > len(prompts):
+        raise journal.refuse("number of answers", len(known), len(prompts))
+    if known:
+        log.info("%d answers read from %s", len(known), journal.path)
+    if len(known) == len(prompts) and journal.path.exists():
+        return known
+    batch = config.generate.batch
+    # A batch is answered as a whole: bf16 answers may depend on the shape of the batch.
+    del known[len(known) - len(known) % max(1, min(batch, len(prompts))) :]
     params = {"target": target_params, "drafter": {}}
-    with tqdm(total=len(prompts), desc="answer", unit="prompt") as bar:
-        made = answer(plan, params, prompts, batch=config.generate.batch, on_progress=bar.update)
-    ids = [completion.token_ids for completion in made.completions]
-    part = path.with_suffix(".tmp")
-    with part.open("w") as stream:
-        for line in (header, *ids):
-            stream.write(json.dumps(line) + "\n")
-    # A file that exists is whole.
-    part.rename(path)
-    return ids
+    count = len(prompts)
+    with (
+        journal.append(keep=len(known)) as write,
+        tqdm(total=count, initial=len(known), desc="answer", unit="prompt") as bar,
+    ):
+
+        def keep(completions: Sequence[Completion]) -> None:
+            write(completion.token_ids for completion in completions)
+            known.extend(completion.token_ids for completion in completions)
+            bar.update(len(completions))
+
+        answer(plan, params, prompts, batch=batch, start=len(known), on_batch=keep)
+    return known
 
 
-def _header(config: TrainConfig) -> dict[str, Any]:
+def _header(plan: Plan, config: TrainConfig) -> dict[str, Any]:
     data = {k: str(v) for k, v in dataclasses.asdict(config.data).items()}
     if isinstance(config.data, JsonlData):
         # The same path may hold other prompts by now.
-        data["sha256"] = hashlib.sha256(config.data.path.read_bytes()).hexdigest()
+        data["sha256"] = file_hash(config.data.path)
+    identity = target_identity(config.target, plan.target.dtype)
     return {
-        "target": config.target,
+        "target": identity.pop("target"),
         "data": data,
         "max_tokens": config.generate.max_tokens,
         "sampling": "greedy",
+        "stop_ids": list(plan.stop_ids),
+        **identity,
     }
-
-
-def _read(path: Path, header: dict[str, Any], count: int) -> list[tuple[int, ...]]:
-    first, *rest = path.read_text().splitlines()
-    stored = json.loads(first)
-    different = [name for name in header if stored.get(name) != header[name]]
-    if different or len(rest) != count:
-        name = different[0] if different else "number of answers"
-        values = (stored.get(name), header[name]) if different else (len(rest), count)
-        raise ConfigError(
-            f"{path} was made with other settings: {name} is {values[0]!r} there and "
-            f"{values[1]!r} in the config; remove the file to answer anew"
-        )
-    log.info("%d answers read from %s", count, path)
-    return [tuple(json.loads(line)) for line in rest]

@@ -15,6 +15,7 @@ from mmflash_jax.decode.records import Prompt
 from mmflash_jax.demo.corpus import sample_examples
 from mmflash_jax.engine.jsonl import read_requests
 from mmflash_jax.engine.prompts import Request
+from mmflash_jax.training.token_weights import TokenWeights
 from mmflash_jax.weights.hf_config import ConfigError
 
 Batch = dict[str, np.ndarray]
@@ -28,6 +29,9 @@ class Row:
     media: features `[M, D]` of the prompt's images. The image tower is frozen, and features are
         several times smaller than the patches they come from.
     prompt_len: tokens before the answer; only answer tokens are trained on.
+    weight: fp32 `[S]`, what each token counts as a label; 1 where nothing is known, 0 for tokens
+        that must not be one. Only answer places have a meaning.
+    score: fp32 `[S]`, visual score in nats, NaN where there is none.
     """
 
     ids: np.ndarray
@@ -35,6 +39,8 @@ class Row:
     positions: np.ndarray
     media: np.ndarray
     prompt_len: int
+    weight: np.ndarray
+    score: np.ndarray
 
 
 def prompt_requests(
@@ -82,14 +88,34 @@ def chart_requests(count: int, seed: int, max_tokens: int, *, held_out: bool) ->
 
 
 def make_row(
-    prompt: Prompt, media: np.ndarray, answer: Sequence[int], row_length: int
+    prompt: Prompt,
+    media: np.ndarray,
+    answer: Sequence[int],
+    row_length: int,
+    visual: TokenWeights | None = None,
 ) -> Row | None:
-    """A training row of at most `row_length` tokens; None if fewer than two answer tokens fit."""
+    """A training row of at most `row_length` tokens; None if fewer than two answer tokens fit.
+
+    `visual` brings weights and scores of the answer tokens; without it every weight is 1.
+    """
     room = row_length - len(prompt.ids)
     if min(room, len(answer)) < 2:
         return None
     whole = extend(prompt, answer[:room])
-    return Row(whole.ids, whole.media_idx, whole.positions, media, len(prompt.ids))
+    weight = np.ones(len(whole.ids), np.float32)
+    score = np.full(len(whole.ids), np.nan, np.float32)
+    if visual is not None:
+        weight[len(prompt.ids) :] = visual.weight[:room]
+        score[len(prompt.ids) :] = visual.score[:room]
+    return Row(
+        ids=whole.ids,
+        media_idx=whole.media_idx,
+        positions=whole.positions,
+        media=media,
+        prompt_len=len(prompt.ids),
+        weight=weight,
+        score=score,
+    )
 
 
 def batches(rows: Sequence[Row], batch: int, width: int, seed: int) -> Iterator[Batch]:
@@ -107,12 +133,14 @@ def collate(rows: Sequence[Row], width: int) -> Batch:
     ids = np.zeros((len(rows), width), np.int32)
     media_idx = np.full((len(rows), width), -1, np.int32)
     positions = np.zeros((axes, len(rows), width), np.int32)
+    weight = np.zeros((len(rows), width), np.float32)
     before = 0
     for index, row in enumerate(rows):
         length = len(row.ids)
         ids[index, :length] = row.ids
         media_idx[index, :length] = np.where(row.media_idx < 0, -1, row.media_idx + before)
         positions[:, index, :length] = row.positions
+        weight[index, :length] = row.weight
         before += len(row.media)
     media = np.zeros((bucket(before, 64), rows[0].media.shape[1]), rows[0].media.dtype)
     media[:before] = np.concatenate([row.media for row in rows])
@@ -123,4 +151,5 @@ def collate(rows: Sequence[Row], width: int) -> Batch:
         "positions": positions,
         "prompt_len": np.array([row.prompt_len for row in rows], np.int32),
         "total_len": np.array([len(row.ids) for row in rows], np.int32),
+        "weight": weight,
     }
