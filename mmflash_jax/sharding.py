@@ -36,12 +36,17 @@ def make_training_mesh(data: int, fsdp: int) -> Mesh | None:
     return Mesh(grid, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def split_largest_axis(shape: Sequence[int], mesh: Mesh, axis: str) -> NamedSharding:
     """Sharding of the largest dimension that mesh axis `axis` divides; replicated without one."""
     size = mesh.shape[axis]
     places = [place for place, length in enumerate(shape) if length % size == 0]
     if size == 1 or not places:
-        return NamedSharding(mesh, PartitionSpec())
+        return replicated(mesh)
     best = max(places, key=lambda place: shape[place])
     return NamedSharding(mesh, PartitionSpec(*(None,) * best, axis))
 
