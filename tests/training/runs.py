@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mmflash_jax.config import TrainConfig, build
@@ -18,6 +19,7 @@ from mmflash_jax.load import load_target
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row
 from mmflash_jax.training.loop import fit
+from mmflash_jax.training.processes import start_processes
 from tests.drafts import draft_for
 
 WIDTH = 32
@@ -89,9 +91,13 @@ def lines(output: Path) -> list[dict[str, str]]:
 
 def main() -> None:
     folder, output, data, fsdp = sys.argv[1:]
+    start_processes()
     runs = Runs(Path(folder))
     mesh = {"data": int(data), "fsdp": int(fsdp)}
-    runs.fit(runs.config(Path(output), mesh=mesh))
+    params = runs.fit(runs.config(Path(output), mesh=mesh))
+    for leaf in jax.tree.leaves(params):
+        assert len(leaf.addressable_shards) == int(data) * int(fsdp)
+        assert leaf.addressable_shards[0].data.size == leaf.size // int(fsdp)
 
 
 if __name__ == "__main__":

@@ -178,6 +178,7 @@ def test_an_accumulated_step_is_the_step_of_the_whole_batch(runs):
     for count in (1, 2, 4):
         recipe = Recipe(runs.plan, transform, ObjectiveConfig(anchors=6), accumulate=count)
         state = make_state(recipe, random_params(runs.plan.drafter))
+        metrics: dict[str, Any] = {}
         for _ in range(2):
             state, metrics = train_step(recipe, runs.target_params, state, batch)
         results.append((state.params, metrics["loss"], metrics["grad_norm"]))

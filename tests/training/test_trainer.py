@@ -149,6 +149,7 @@ def test_one_step_changes_every_draft_parameter_and_no_target_parameter(setup):
     recipe = Recipe(setup.plan, transform, ObjectiveConfig(anchors=6))
     state = make_state(recipe, setup.params["drafter"])
     target = setup.params["target"]
+    metrics: dict[str, Any] = {}
     for _ in range(2):  # The first step of the warm-up has a rate of zero.
         state, metrics = train_step(recipe, target, state, setup.batch)
     params = state.params
