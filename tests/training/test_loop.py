@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -188,16 +189,37 @@ def test_an_accumulated_step_is_the_step_of_the_whole_batch(runs):
         )
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 @pytest.mark.slow
-def test_eight_devices_learn_as_one(runs, target_folder, tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_eight_devices_learn_as_one(runs, target_folder, tmp_path, processes):
     """Rows split over data 2 x fsdp 4, the draft and its optimiser over fsdp."""
     one, many = tmp_path / "one", tmp_path / "many"
     runs.fit(runs.config(one))
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    subprocess.run(
-        [sys.executable, "-m", "tests.training.runs", str(target_folder), str(many), "2", "4"],
-        env=environment, cwd=Path(__file__).parents[2], check=True, timeout=300,
-    )  # fmt: skip
+    devices = f"--xla_force_host_platform_device_count={8 // processes}"
+    environment = {**os.environ, "XLA_FLAGS": devices}
+    if processes > 1:
+        environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
+        environment["JAX_NUM_PROCESSES"] = str(processes)
+    command = [sys.executable, "-m", "tests.training.runs", str(target_folder), str(many), "2", "4"]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**environment, "JAX_PROCESS_ID": str(index)},
+            cwd=Path(__file__).parents[2],
+        )
+        for index in range(processes)
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in started] == [0] * processes
+    finally:
+        for process in started:
+            process.kill()
     losses = [[float(line["loss"]) for line in lines(output)] for output in (one, many)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
     # A run may go on on other devices: the checkpoint of eight is read by one.
