@@ -39,10 +39,16 @@ def first_then_others(work: Callable[[], T]) -> T:
         return work()
     if jax.process_index() == 0:
         done = work()
-        multihost_utils.sync_global_devices("the first process is done")
+        wait_for_all()
         return done
-    multihost_utils.sync_global_devices("the first process is done")
+    wait_for_all()
     return work()
+
+
+def wait_for_all() -> None:
+    """Return when every process has called this. One that ended early would be taken for dead."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("wait_for_all")
 
 
 def largest_anywhere(value: int) -> int:

@@ -36,7 +36,7 @@ from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row, make_row, prompt_requests
 from mmflash_jax.training.export import write_draft
 from mmflash_jax.training.loop import fit
-from mmflash_jax.training.processes import first_then_others
+from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
 
 log = logging.getLogger(__name__)
@@ -67,14 +67,15 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     params = fit(Plan(target, drafter, plain.stop_ids), target_params, rows, config, checkpoints)
     checkpoints.close()
     write_draft(config.output / "draft", drafter, params)
-    if not len(held_out) or jax.process_index() > 0:
-        return {}
-    # What ships: the exported folder, read as a server reads it.
-    served, served_params = load_drafter(config.output / "draft", target, dtype)
-    everything = {"target": target_params, "drafter": served_params}
-    plan = Plan(target, served, plain.stop_ids)
-    figures = evaluate(plan, everything, held_out, config.generate.batch)
-    (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+    figures: dict[str, Any] = {}
+    if len(held_out) and jax.process_index() == 0:
+        # What ships: the exported folder, read as a server reads it.
+        served, served_params = load_drafter(config.output / "draft", target, dtype)
+        everything = {"target": target_params, "drafter": served_params}
+        plan = Plan(target, served, plain.stop_ids)
+        figures = evaluate(plan, everything, held_out, config.generate.batch)
+        (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+    wait_for_all()
     return figures
 
 
