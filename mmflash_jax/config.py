@@ -7,6 +7,7 @@ import dataclasses
 import math
 import types
 import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -212,8 +213,11 @@ class OptimiserConfig:
     """AdamW with warm-up and cosine decay."""
 
     steps: int = 1000
+    """Updates of the draft."""
     batch: int = 16
-    """Rows a step."""
+    """Rows computed at once."""
+    accumulate: int = 1
+    """Batches whose gradients make one step: as a batch that many times larger, in less memory."""
     learning_rate: float = 6e-4
     warmup: float = 0.04
     """Share of the steps with rising learning rate."""
@@ -223,10 +227,27 @@ class OptimiserConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "batch", "learning_rate", "clip")
+        _positive(self, "steps", "batch", "accumulate", "learning_rate", "clip")
         _not_negative(self, "weight_decay")
         if not 0 <= self.warmup <= 1:
             raise ConfigError(f"warmup is {self.warmup}, it must be a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Devices of a training run, `data * fsdp` of them. The target is whole on each."""
+
+    data: int = 1
+    """Groups of devices that each hold the draft and its optimiser state once."""
+    fsdp: int = 1
+    """Devices of a group; each holds a part of every array. Batches are split over all devices."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "data", "fsdp")
+
+    @property
+    def devices(self) -> int:
+        return self.data * self.fsdp
 
 
 @dataclass(frozen=True)
@@ -236,7 +257,7 @@ class TrainConfig:
     target: str
     """Short name, local folder or hub id of the target."""
     output: Path
-    """Folder for answers, metrics and the exported draft."""
+    """Folder for answers, metrics, checkpoints and the exported draft."""
     draft: DraftShape
     data: ChartData | JsonlData
     generate: GenerateConfig = field(default_factory=GenerateConfig)
@@ -244,6 +265,7 @@ class TrainConfig:
     visual: VisualConfig | None = None
     """Weights of answer tokens by what they owe to the picture. Default: none, plain DFlash."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
     row_length: int = 1024
     """Tokens of a training row; longer prompt + answer rows are cut."""
     eval_prompts: int = 64
@@ -251,13 +273,22 @@ class TrainConfig:
     log_every: int = 50
     """Steps between metric lines."""
     save_every: int = 1000
-    """Steps between exports of the draft so far."""
+    """Steps between checkpoints; the last step always makes one."""
+    keep: int = 2
+    """Checkpoints kept, newest first."""
+    tensorboard: bool | None = None
+    """Also write TensorBoard files. Default: if tensorboardX is installed."""
     dtype: Dtype = "auto"
     """Compute dtype; draft parameters and optimiser state are float32."""
 
     def __post_init__(self) -> None:
-        _positive(self, "row_length", "log_every", "save_every")
+        _positive(self, "row_length", "log_every", "save_every", "keep")
         _not_negative(self, "eval_prompts")
+        if self.optimiser.batch % self.mesh.devices:
+            raise ConfigError(
+                f"optimiser.batch is {self.optimiser.batch}, it must be a multiple of the "
+                f"{self.mesh.devices} devices of mesh"
+            )
         if self.objective.anchors > self.row_length:
             raise ConfigError(
                 f"objective.anchors is {self.objective.anchors}, a row of row_length "
@@ -292,8 +323,11 @@ def find_config(name: str) -> Path:
     raise ConfigError(f"no config {name!r}; configs/ holds {', '.join(known) or 'none'}")
 
 
-def read_yaml(path: Path, kind: type[T]) -> T:
-    """Build the dataclass `kind` from a YAML file, strictly.
+def read_yaml(path: Path, kind: type[T], flags: Sequence[str] = ()) -> T:
+    """Build the dataclass `kind` from a YAML file and the flags that override it, strictly.
+
+    `flags` are command-line arguments such as `--optimiser.steps 100`; values are written as in
+    the file.
 
     Raises:
         ConfigError: unknown, missing or ill-typed fields, by file and dotted name.
@@ -302,10 +336,50 @@ def read_yaml(path: Path, kind: type[T]) -> T:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    for name, value in _read_flags(flags):
+        _override(values, name, value)
     try:
         return build(kind, values, "")
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        source = f"{path} with {' '.join(flags)}" if flags else path
+        raise ConfigError(f"{source}: {error}") from None
+
+
+def _read_flags(flags: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of `--name value` and `--name=value`."""
+    rest = list(flags)
+    while rest:
+        flag, joined, text = rest.pop(0).partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"unexpected argument {flag!r}")
+        if not joined:
+            if not rest:
+                raise ConfigError(f"{flag} has no value")
+            text = rest.pop(0)
+        try:
+            yield flag[2:].replace("-", "_"), yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"{flag} is {text!r}, which is not valid YAML") from None
+
+
+def _override(values: Any, name: str, value: Any) -> None:
+    *parents, last = name.split(".")
+    for at, parent in enumerate(parents):
+        inner = values.setdefault(parent, {}) if isinstance(values, dict) else None
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--{name}: {'.'.join(parents[: at + 1])} is {inner!r}, no mapping")
+        values = inner
+    if isinstance(values, dict):
+        values[last] = value
+
+
+def as_values(config: Any) -> Any:
+    """What `build` makes `config` of again: dicts, lists and scalars, every field written out."""
+    if dataclasses.is_dataclass(config):
+        return {f.name: as_values(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    if isinstance(config, tuple):
+        return [as_values(item) for item in config]
+    return str(config) if isinstance(config, Path) else config
 
 
 def build(kind: Any, value: Any, where: str) -> Any:

@@ -1,6 +1,7 @@
 """Configs: every shipped YAML loads, and each mistake is named by file and dotted field."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from mmflash_jax.config import (
     JsonlData,
     ServeConfig,
     TrainConfig,
+    as_values,
     build,
     find_config,
     read_yaml,
@@ -58,6 +60,32 @@ def test_the_demo_config_resolves_to_these_values():
     assert values["optimiser"]["weight_decay"] == 0.01
     assert values["optimiser"]["clip"] == 1.0
     assert values["dtype"] == "auto"
+
+
+def test_flags_come_before_the_file_and_the_file_before_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(SMALLEST + "optimiser: {steps: 7, batch: 3}\n")
+    flags = ["--optimiser.steps", "9", "--row-length=128", "--mesh.data", "3", "--output", "a/b",
+             "--optimiser.learning_rate", "6e-4", "--draft.layer_types", "[full_attention]",
+             "--tensorboard", "false"]  # fmt: skip
+    config = read_yaml(path, TrainConfig, flags)
+    assert (config.optimiser.steps, config.optimiser.batch, config.optimiser.warmup) == (9, 3, 0.04)
+    assert (config.row_length, config.mesh.data, config.mesh.fsdp) == (128, 3, 1)
+    assert (config.output, config.optimiser.learning_rate) == (Path("a/b"), 6e-4)
+    assert (config.draft.layer_types, config.tensorboard) == (("full_attention",), False)
+    # What a file must name may be named by a flag alone; a kind may change.
+    path.write_text(SMALLEST.replace("target: demo\n", ""))
+    flags = ["--target", "x", "--data", "{kind: jsonl, path: p.jsonl}"]
+    config = read_yaml(path, TrainConfig, flags)
+    assert (config.target, config.data) == ("x", JsonlData(path=Path("p.jsonl")))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_a_config_survives_being_written_as_json(path):
+    config = read_yaml(path, TrainConfig)
+    values = json.loads(json.dumps(as_values(config)))
+    assert build(TrainConfig, values, "") == config
+    assert values["optimiser"]["accumulate"] == 1, "defaults are written out"
 
 
 def test_defaults_fill_what_a_file_leaves_out(tmp_path):

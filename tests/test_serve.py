@@ -87,7 +87,7 @@ def broken(folder: Path, change: str) -> None:
         ("no weights", "holds neither model.safetensors nor"),
         ("no config", "config.json does not exist"),
         ("broken config", "is not valid JSON"),
-        ("other family", "architectures is ['Other'], known here: ['Qwen3_5"),
+        ("other family", "architectures is ['Other'], known here: ['Gemma4For"),
     ],
 )
 def test_a_broken_checkpoint_gives_one_message_and_exit_code_two(
@@ -117,7 +117,7 @@ def test_a_draft_of_another_target_is_refused(main, tmp_path, qwen35, capsys):
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
         (["--prompts", "."], "directory"),
-        (["--target", "neither/a/name"], "'neither/a/name' is no short name (demo, qwen35-4b)"),
+        (["--target", "neither/a/name"], "'neither/a/name' is no short name (demo, demo-gemma4, "),
         (["--draft", "no-such-draft"], "'no-such-draft' is no short name"),
         (["--output", "none/out.jsonl"], "there is no folder none"),
     ],

@@ -7,7 +7,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mmflash_jax.layers.schema import leaves_with_path
 from mmflash_jax.load import load_target
-from mmflash_jax.sharding import make_mesh, sharding_by_rules
+from mmflash_jax.sharding import (
+    make_mesh,
+    make_training_mesh,
+    sharding_by_rules,
+    split_largest_axis,
+)
 from tests.targets.passes import prefill
 from tests.targets.prompts import make_prompt
 from tests.tolerances import LAYER, assert_close
@@ -36,6 +41,18 @@ def test_the_first_rule_that_matches_decides():
 
 def test_without_a_mesh_nothing_is_placed():
     assert sharding_by_rules([(r".", ("model",))], None)(("x",)) is None
+
+
+@needs_four
+def test_the_largest_axis_that_divides_is_split():
+    mesh = make_training_mesh(1, 4)
+    assert mesh is not None
+    for shape, axes in (
+        ((8, 16), (None, "fsdp")), ((16, 8), ("fsdp",)), ((8, 18), ("fsdp",)), ((3, 5), ()),
+        ((), ()), ((4,), ("fsdp",)),
+    ):  # fmt: skip
+        assert split_largest_axis(shape, mesh, "fsdp").spec == PartitionSpec(*axes)
+    assert make_training_mesh(1, 1) is None
 
 
 @needs_four

@@ -1,10 +1,9 @@
 """Training rows: prompts, the target's own answers to them, padded batches."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grain
 import numpy as np
 from PIL import Image
 
@@ -116,15 +115,6 @@ def make_row(
         weight=weight,
         score=score,
     )
-
-
-def batches(rows: Sequence[Row], batch: int, width: int, seed: int) -> Iterator[Batch]:
-    """Endless padded batches, reshuffled every epoch, made ahead by a few threads."""
-    if len(rows) < batch:
-        raise ConfigError(f"{len(rows)} training rows do not fill an optimiser.batch of {batch}")
-    order = grain.MapDataset.source(list(range(len(rows)))).seed(seed).shuffle().repeat()
-    ready = order.batch(batch).map(lambda chosen: collate([rows[i] for i in chosen], width))
-    yield from ready.to_iter_dataset(grain.ReadOptions(num_threads=4, prefetch_buffer_size=8))
 
 
 def collate(rows: Sequence[Row], width: int) -> Batch:

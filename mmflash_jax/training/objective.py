@@ -25,7 +25,8 @@ def block_loss(
     """Weighted mean cross-entropy of all masked slots, and metrics.
 
     Metrics: `accuracy` of slots with a label; `kept`, mean number of drafts before the first
-    wrong one (without the bonus token), which acceptance in the decode loop should come near.
+    wrong one (without the bonus token), which acceptance in the decode loop should come near;
+    `weight`, what the loss is divided by, so that losses of several batches can be joined.
     """
     block = drafter.block
     state = drafter.context_state(params, features)
@@ -39,5 +40,6 @@ def block_loss(
     metrics = {
         "accuracy": right.sum() / jnp.maximum((weights > 0).sum(), 1),
         "kept": (kept * valid).sum() / jnp.maximum(valid.sum(), 1),
+        "weight": weights.sum(),
     }
     return (loss * weights).sum() / jnp.maximum(weights.sum(), 1e-6), metrics

@@ -1,28 +1,18 @@
-"""Train a draft: the target answers the prompts, then the draft learns to foresee the answers.
+"""A training run from prompts to an evaluated draft: prepare, fit, export, evaluate."""
 
-The target is frozen by construction: its parameters are a separate argument of the step. Features
-are made online, in the same compiled step as the draft's forward and backward pass.
-"""
-
-import csv
-import functools
 import json
 import logging
-import time
+import shutil
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array
-from tqdm import tqdm
 
-from mmflash_jax.config import DraftShape, OptimiserConfig, TrainConfig
+from mmflash_jax.config import DraftShape, TrainConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.decode.step import borrow_heads
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.drafters.dflash_config import Config as DraftConfig
@@ -32,50 +22,93 @@ from mmflash_jax.engine.prompts import PromptEncoder
 from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
 from mmflash_jax.evaluation.exactness import compare
 from mmflash_jax.layers.schema import Params
-from mmflash_jax.load import default_dtype, load_target, stop_ids, warn_of_ordinary_mask
+from mmflash_jax.load import (
+    default_dtype,
+    load_drafter,
+    load_target,
+    stop_ids,
+    warn_of_ordinary_mask,
+)
 from mmflash_jax.registry import pair
 from mmflash_jax.targets import Target
 from mmflash_jax.training.answers import answers_of
-from mmflash_jax.training.blocks import sample_anchors
-from mmflash_jax.training.data import Row, batches, make_row, prompt_requests
-from mmflash_jax.training.objective import block_loss
-from mmflash_jax.weights import export_params, write_checkpoint
+from mmflash_jax.training.checkpoint import Checkpoints
+from mmflash_jax.training.data import Row, make_row, prompt_requests
+from mmflash_jax.training.export import write_draft
+from mmflash_jax.training.loop import fit
+from mmflash_jax.training.processes import first_then_others, wait_for_all
+from mmflash_jax.training.prompts import Prompts, places_of
 
 log = logging.getLogger(__name__)
 
-METRICS = ("loss", "accuracy", "kept", "grad_norm")
 
+def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
+    """Run `config` from prompts to an exported draft; returns the evaluation figures.
 
-def train(config: TrainConfig) -> dict[str, Any]:
-    """Run `config` from prompts to an exported draft; returns the evaluation figures."""
-    config.output.mkdir(parents=True, exist_ok=True)
+    A run that was stopped goes on from its newest checkpoint. `fresh` removes checkpoints and
+    metrics first; answers of the target stay.
+    """
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
+    if fresh:
+        first_then_others(lambda: _forget(config))
+    config.output.mkdir(parents=True, exist_ok=True)
+    # Before anything that takes time: settings that differ from those of the checkpoint.
+    checkpoints = Checkpoints(config, dtype)
     folder, _ = pair(config.target, "none")
     target, target_params = load_target(folder, dtype)
     encoder = PromptEncoder.from_checkpoint(folder, target)
-    # Before the target answers anything: a draft that does not fit costs no time.
+    # A draft that does not fit costs no time either.
     drafter = DFlash(draft_config(config.draft, target, encoder), dtype)
     drafter.check_fit(target.config)
     warn_of_ordinary_mask(drafter, encoder.tokenizer)
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id))
-    learn, held_out = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
+    rows, held_out = prepare(plain, target_params, encoder, config)
 
-    prompts = [encoder.encode(request) for request in tqdm(learn, desc="encode", unit="prompt")]
-    answers = answers_of(plain, target_params, prompts, config)
-    media = media_features(plain, target_params, prompts)
-    rows = [
+    params = fit(Plan(target, drafter, plain.stop_ids), target_params, rows, config, checkpoints)
+    checkpoints.close()
+    write_draft(config.output / "draft", drafter, params)
+    figures: dict[str, Any] = {}
+    if len(held_out) and jax.process_index() == 0:
+        # What ships: the exported folder, read as a server reads it.
+        served, served_params = load_drafter(config.output / "draft", target, dtype)
+        everything = {"target": target_params, "drafter": served_params}
+        plan = Plan(target, served, plain.stop_ids)
+        figures = evaluate(plan, everything, held_out, config.generate.batch)
+        (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+    wait_for_all()
+    return figures
+
+
+def _forget(config: TrainConfig) -> None:
+    for name in ("checkpoints", "tensorboard"):
+        shutil.rmtree(config.output / name, ignore_errors=True)
+    (config.output / "metrics.csv").unlink(missing_ok=True)
+
+
+def prepare(
+    plain: Plan, target_params: Params, encoder: PromptEncoder, config: TrainConfig
+) -> tuple[list[Row], Prompts]:
+    """Training rows, answered by the target, and held-out prompts.
+
+    Raises:
+        PromptError: prompts that cannot be encoded, all of them by name.
+    """
+    learn, kept = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
+    places = places_of(config.data, learn + kept)
+    held_out = Prompts(encoder, kept, lambda index: places(len(learn) + index))
+    media: list[np.ndarray] = []
+
+    def see(part: list[Prompt]) -> None:
+        media.extend(media_features(plain, target_params, part))
+
+    prompts = Prompts(encoder, learn, places, see)
+    answers = first_then_others(lambda: answers_of(plain, target_params, prompts, config))
+    made = [
         make_row(*parts, config.row_length) for parts in zip(prompts, media, answers, strict=True)
     ]
-    kept = [row for row in rows if row is not None]
-    log.info("%d of %d rows fit row_length %d", len(kept), len(rows), config.row_length)
-
-    plan = Plan(target, drafter, plain.stop_ids)
-    params = fit(plan, target_params, kept, config)
-    if not held_out:
-        return {}
-    figures = evaluate(plan, target_params, params, [encoder.encode(r) for r in held_out], config)
-    (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
-    return figures
+    rows = [row for row in made if row is not None]
+    log.info("%d of %d rows fit row_length %d", len(rows), len(made), config.row_length)
+    return rows, held_out
 
 
 def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> DraftConfig:
@@ -116,7 +149,7 @@ def media_features(
     """Image features `[M, D]` of each prompt, on the host."""
     params = {"target": target_params}
     features = []
-    for start in tqdm(range(0, len(prompts), IMAGES_AT_ONCE), desc="images", unit="batch"):
+    for start in range(0, len(prompts), IMAGES_AT_ONCE):
         part = prompts[start : start + IMAGES_AT_ONCE]
         media, first_row = encode_media(plan, params, part)
         empty = np.zeros((0, plan.target.config.hidden_size), jnp.dtype(plan.target.dtype))
@@ -130,115 +163,13 @@ def media_features(
     return features
 
 
-def fit(plan: Plan, target_params: Params, rows: Sequence[Row], config: TrainConfig) -> Params:
-    """Train a fresh draft on `rows`, exporting it as it goes; returns float32 parameters."""
-    settings = config.optimiser
-    wide = DFlash(plan.drafter.config, "float32")  # pyright: ignore[reportAttributeAccessIssue]
-    params = wide.init_params(settings.seed)
-    transform = make_optimiser(settings)
-    optimiser = transform.init(params)
-    key = jax.random.key(settings.seed)
-    step = functools.partial(
-        train_step, plan, transform, config.objective.anchors, config.objective.decay
-    )
-    path = config.output / "metrics.csv"
-    source = batches(rows, settings.batch, config.row_length, settings.seed)
-    with path.open("w", newline="") as stream:
-        metrics_file = csv.writer(stream, lineterminator="\n")
-        metrics_file.writerow(["step", *METRICS, "seconds"])
-        began = time.perf_counter()
-        for number in tqdm(range(1, settings.steps + 1), desc="train", unit="step"):
-            here = jax.random.fold_in(key, number)
-            params, optimiser, metrics = step(target_params, params, optimiser, next(source), here)
-            if number % config.log_every == 0 or number == settings.steps:
-                values = {name: float(metrics[name]) for name in METRICS}
-                if not np.isfinite(values["loss"]):
-                    raise FloatingPointError(f"loss is {values['loss']} at step {number}")
-                seconds = round(time.perf_counter() - began, 2)
-                metrics_file.writerow([number, *values.values(), seconds])
-                stream.flush()
-                log.info("step %d %s", number, {k: round(v, 4) for k, v in values.items()})
-            if number % config.save_every == 0 or number == settings.steps:
-                tensors = export_params(wide.weight_rules(), params)
-                write_checkpoint(config.output / "draft", tensors, wide.config.to_hf())
-    return params
-
-
-def make_optimiser(settings: OptimiserConfig) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, linear warm-up and cosine decay to zero."""
-    warm = max(1, round(settings.steps * settings.warmup))
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, settings.learning_rate, warm, max(settings.steps, warm + 1)
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(settings.clip),
-        optax.adamw(rate, weight_decay=settings.weight_decay),
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
-def train_step(
-    plan: Plan,
-    transform: optax.GradientTransformation,
-    anchors: int,
-    decay: float,
-    target_params: Params,
-    params: Params,
-    optimiser: Any,
-    batch: dict[str, Any],
-    key: Array,
-) -> tuple[Params, Any, dict[str, Array]]:
-    """One update: target features of whole rows, sampled blocks, loss, gradients, AdamW."""
-    drafter = plan.drafter
-    assert isinstance(drafter, DFlash)
-    features = target_features(plan, target_params, batch)
-    heads = borrow_heads(plan, {"target": target_params})
-    chosen, valid = sample_anchors(
-        key, batch["prompt_len"], batch["total_len"], anchors, batch["ids"].shape[1]
-    )
-
-    def loss(params: Params) -> tuple[Array, dict[str, Array]]:
-        narrow = jax.tree.map(lambda x: x.astype(jnp.dtype(drafter.dtype)), params)
-        return block_loss(
-            drafter, narrow, heads, features, batch["ids"], batch["total_len"], chosen, valid,
-            decay=decay,
-        )  # fmt: skip
-
-    (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
-    updates, optimiser = transform.update(gradients, optimiser, params)
-    params = cast(Params, optax.apply_updates(params, updates))
-    norm = optax.global_norm(gradients)
-    return params, optimiser, {"loss": value, **metrics, "grad_norm": norm}
-
-
-def target_features(plan: Plan, target_params: Params, batch: dict[str, Any]) -> Array:
-    """Captured layers `[B, S, features]` of whole rows, teacher-forced."""
-    rows = batch["ids"].shape[0]
-    zero = jnp.zeros((rows,), jnp.int32)
-    out = plan.target.prefill(
-        target_params,
-        plan.target.embed(target_params, batch["ids"], batch["media"], batch["media_idx"]),
-        batch["positions"],
-        # The row itself is the block; nothing comes before it.
-        plan.target.init_cache(rows, 1, 1),
-        zero,
-        batch["total_len"],
-        capture=plan.drafter.capture,
-    )
-    return jax.lax.stop_gradient(out.features)
-
-
 def evaluate(
-    plan: Plan, target_params: Params, params: Params, prompts: list[Prompt], config: TrainConfig
+    plan: Plan, params: dict[str, Params], prompts: Sequence[Prompt], batch: int
 ) -> dict[str, Any]:
     """Decode held-out prompts with the new draft, by the loop that serves."""
-    narrow = jax.tree.map(lambda x: x.astype(jnp.dtype(plan.target.dtype)), params)
-    everything = {"target": target_params, "drafter": narrow}
-    batch = config.generate.batch
-    drafted = answer(plan, everything, prompts, batch=batch)
-    plain_plan = Plan(plan.target, NoDraft(), plan.stop_ids)
-    plain = answer(plain_plan, everything, prompts, batch=batch)
-    parity = compare(plan, everything, prompts, drafted.completions, plain.completions)
+    drafted = answer(plan, params, prompts, batch=batch)
+    plain = answer(Plan(plan.target, NoDraft(), plan.stop_ids), params, prompts, batch=batch)
+    parity = compare(plan, params, prompts, drafted.completions, plain.completions)
     return {
         "prompts": len(prompts),
         "tau": pooled_tau(drafted.completions),

@@ -8,7 +8,7 @@ import pytest
 
 from mmflash_jax.config import ChartData, JsonlData
 from mmflash_jax.decode.records import Prompt
-from mmflash_jax.training.data import Row, batches, collate, make_row, prompt_requests
+from mmflash_jax.training.data import collate, make_row, prompt_requests
 from mmflash_jax.weights.hf_config import ConfigError
 
 
@@ -74,33 +74,6 @@ def test_a_batch_of_text_alone():
     batch = collate([row, row], 8)
     assert (batch["media_idx"] == -1).all()
     assert batch["media"].shape == (64, 4)
-
-
-def numbered(count: int) -> list[Row]:
-    rows = [make_row(prompt(3), media(0), [index, index], 8) for index in range(count)]
-    return [row for row in rows if row is not None]
-
-
-def drawn(seed: int, steps: int = 5) -> list[list[int]]:
-    source = batches(numbered(6), 3, 8, seed)
-    return [next(source)["ids"][:, 3].tolist() for _ in range(steps)]
-
-
-def test_every_epoch_holds_every_row_once_in_a_new_order():
-    order = drawn(0, 8)
-    epochs = [order[at] + order[at + 1] for at in range(0, 8, 2)]
-    assert all(sorted(epoch) == list(range(6)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-def test_the_order_follows_from_the_seed():
-    assert drawn(3) == drawn(3)
-    assert drawn(3) != drawn(4)
-
-
-def test_too_few_rows_for_a_batch():
-    with pytest.raises(ConfigError, match=r"2 training rows do not fill an optimiser\.batch of 3"):
-        next(batches(numbered(2), 3, 8, 0))
 
 
 def jsonl(tmp_path: Path, *lines: dict) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmflash_jax.config import DraftShape, OptimiserConfig
+from mmflash_jax.config import DraftShape, ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan, Prompt
@@ -22,13 +22,14 @@ from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.load import load_target, warn_of_ordinary_mask
 from mmflash_jax.training.data import collate, make_row
 from mmflash_jax.training.objective import block_loss
-from mmflash_jax.training.trainer import (
-    draft_config,
+from mmflash_jax.training.step import (
+    Recipe,
     make_optimiser,
-    media_features,
+    make_state,
     target_features,
     train_step,
 )
+from mmflash_jax.training.trainer import draft_config, media_features
 from mmflash_jax.weights.hf_config import ConfigError
 from tests import tiny
 from tests.drafts import draft_for, random_params, two_layer_target
@@ -145,14 +146,14 @@ def test_one_step_changes_every_draft_parameter_and_no_target_parameter(setup):
     drafter: Any = setup.plan.drafter
     transform = make_optimiser(OptimiserConfig(steps=10, warmup=0.1, learning_rate=1e-2))
     before = jax.tree.map(np.asarray, setup.params)
-    params = jax.tree.map(jnp.copy, setup.params["drafter"])
-    optimiser = transform.init(params)
+    recipe = Recipe(setup.plan, transform, ObjectiveConfig(anchors=6))
+    state = make_state(recipe, setup.params["drafter"])
     target = setup.params["target"]
-    for number in (1, 2):  # The first step of the warm-up has a rate of zero.
-        params, optimiser, metrics = train_step(
-            setup.plan, transform, 6, 7.0, target, params, optimiser, setup.batch,
-            jax.random.key(number),
-        )  # fmt: skip
+    metrics: dict[str, Any] = {}
+    for _ in range(2):  # The first step of the warm-up has a rate of zero.
+        state, metrics = train_step(recipe, target, state, setup.batch)
+    params = state.params
+    assert (int(state.step), int(state.bad_step)) == (2, 0)
     assert set(metrics) == {"loss", "accuracy", "kept", "grad_norm"}
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["grad_norm"] > 0

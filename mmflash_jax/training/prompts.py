@@ -1,0 +1,88 @@
+"""Prompts of a run, checked all at once, their pixels in memory only while they are used."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, overload
+
+import numpy as np
+from tqdm import tqdm
+
+from mmflash_jax.config import ChartData, JsonlData
+from mmflash_jax.decode.records import Prompt
+from mmflash_jax.engine.jsonl import read_requests
+from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
+
+AT_ONCE = 32
+
+
+class Prompts(Sequence[Prompt]):
+    """Encoded requests. Patches of all images of a data set would not fit a host's memory.
+
+    Iteration gives prompts without patches, enough to know their ids and sizes; an index or a slice
+    encodes anew and gives them whole.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        requests: Sequence[Request],
+        place: Callable[[int], str],
+        each: Callable[[list[Prompt]], object] = lambda _: None,
+    ):
+        """Encode every request once. `each` receives the whole prompts, some at a time, in order.
+
+        place: where a request came from, for messages.
+
+        Raises:
+            PromptError: some cannot be encoded; one line for each, file and line first.
+        """
+        self._encoder, self._requests = encoder, requests
+        self._light: list[Prompt] = []
+        bad: list[str] = []
+        for start in tqdm(range(0, len(requests), AT_ONCE), desc="encode", unit="batch"):
+            part = []
+            for index, request in enumerate(requests[start : start + AT_ONCE], start):
+                try:
+                    part.append(encoder.encode(request))
+                except (ValueError, OSError) as error:
+                    bad.append(f"{place(index)}: {error}")
+            if not bad:
+                each(part)
+                self._light += map(_without_patches, part)
+        if bad:
+            raise PromptError("\n".join(bad))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self._light)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self._encoder.encode(request) for request in self._requests[index]]
+        return self._encoder.encode(self._requests[index])
+
+
+def _without_patches(prompt: Prompt) -> Prompt:
+    images = tuple(
+        dataclasses.replace(image, patches=np.zeros((0, image.patches.shape[1]), np.float32))
+        for image in prompt.images
+    )
+    return dataclasses.replace(prompt, images=images)
+
+
+def places_of(data: ChartData | JsonlData, requests: Sequence[Request]) -> Callable[[int], str]:
+    """From the index of a request to its file and line, or to its name where there is no file."""
+
+    def place(index: int) -> str:
+        if isinstance(data, ChartData):
+            return requests[index].id
+        # Requests are the file's lines in order; read again only for a message.
+        return read_requests(data.path, max_tokens=1)[index].where
+
+    return place
