@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Array
 from tqdm import tqdm
 
-from mmflash_jax.config import DraftShape, OptimiserConfig, TrainConfig
+from mmflash_jax.config import DraftShape, ObjectiveConfig, OptimiserConfig, TrainConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.decode.step import borrow_heads
@@ -138,9 +138,7 @@ def fit(plan: Plan, target_params: Params, rows: Sequence[Row], config: TrainCon
     transform = make_optimiser(settings)
     optimiser = transform.init(params)
     key = jax.random.key(settings.seed)
-    step = functools.partial(
-        train_step, plan, transform, config.objective.anchors, config.objective.decay
-    )
+    step = functools.partial(train_step, plan, transform, config.objective)
     path = config.output / "metrics.csv"
     source = batches(rows, settings.batch, config.row_length, settings.seed)
     with path.open("w", newline="") as stream:
@@ -176,12 +174,11 @@ def make_optimiser(settings: OptimiserConfig) -> optax.GradientTransformation:
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(5, 6))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
 def train_step(
     plan: Plan,
     transform: optax.GradientTransformation,
-    anchors: int,
-    decay: float,
+    objective: ObjectiveConfig,
     target_params: Params,
     params: Params,
     optimiser: Any,
@@ -191,17 +188,22 @@ def train_step(
     """One update: target features of whole rows, sampled blocks, loss, gradients, AdamW."""
     drafter = plan.drafter
     assert isinstance(drafter, DFlash)
-    features = target_features(plan, target_params, batch)
+    features, hidden = target_states(plan, target_params, batch)
     heads = borrow_heads(plan, {"target": target_params})
+    weight, segments = batch.get("weight"), batch.get("segments")
     chosen, valid = sample_anchors(
-        key, batch["prompt_len"], batch["total_len"], anchors, batch["ids"].shape[1]
-    )
+        key, batch["prompt_len"], batch["total_len"], objective.anchors, batch["ids"].shape[1],
+        token_weight=weight, segments=segments,
+    )  # fmt: skip
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
-        narrow = jax.tree.map(lambda x: x.astype(jnp.dtype(drafter.dtype)), params)
         return block_loss(
-            drafter, narrow, heads, features, batch["ids"], batch["total_len"], chosen, valid,
-            decay=decay,
+            drafter, params, heads, features, batch["ids"], batch["total_len"], chosen, valid,
+            objective,
+            token_weight=weight,
+            segments=segments,
+            teacher_hidden=hidden,
+            teacher_logits=functools.partial(plan.target.logits, target_params),
         )  # fmt: skip
 
     (value, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(params)
@@ -213,6 +215,11 @@ def train_step(
 
 def target_features(plan: Plan, target_params: Params, batch: dict[str, Any]) -> Array:
     """Captured layers `[B, S, features]` of whole rows, teacher-forced."""
+    return target_states(plan, target_params, batch)[0]
+
+
+def target_states(plan: Plan, target_params: Params, batch: dict[str, Any]) -> tuple[Array, Array]:
+    """Captured layers `[B, S, features]` and hidden states `[B, S, D]` after the final norm."""
     rows = batch["ids"].shape[0]
     zero = jnp.zeros((rows,), jnp.int32)
     out = plan.target.prefill(
@@ -225,7 +232,7 @@ def target_features(plan: Plan, target_params: Params, batch: dict[str, Any]) ->
         batch["total_len"],
         capture=plan.drafter.capture,
     )
-    return jax.lax.stop_gradient(out.features)
+    return jax.lax.stop_gradient((out.features, out.hidden))
 
 
 def evaluate(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmflash_jax.config import DraftShape, OptimiserConfig
+from mmflash_jax.config import DraftShape, ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan, Prompt
@@ -110,7 +110,7 @@ def trained_logits(plan: Plan, params: Any, batch: Any, anchors: Any) -> Any:
     drafter: Any = plan.drafter
     block_loss(
         drafter, params["drafter"], heads, features, batch["ids"], batch["total_len"], anchors,
-        jnp.ones(anchors.shape, bool), decay=7.0,
+        jnp.ones(anchors.shape, bool), ObjectiveConfig(),
     )  # fmt: skip
     return made[0]
 
@@ -150,11 +150,11 @@ def test_one_step_changes_every_draft_parameter_and_no_target_parameter(setup):
     target = setup.params["target"]
     for number in (1, 2):  # The first step of the warm-up has a rate of zero.
         params, optimiser, metrics = train_step(
-            setup.plan, transform, 6, 7.0, target, params, optimiser, setup.batch,
-            jax.random.key(number),
+            setup.plan, transform, ObjectiveConfig(anchors=6), target, params, optimiser,
+            setup.batch, jax.random.key(number),
         )  # fmt: skip
-    assert set(metrics) == {"loss", "accuracy", "kept", "grad_norm"}
-    assert all(np.isfinite(value) for value in metrics.values())
+    assert set(metrics) >= {"loss", "accuracy", "kept", "grad_norm"}
+    assert all(np.isfinite(value).all() for value in metrics.values())
     assert metrics["grad_norm"] > 0
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before["drafter"], params)
     for path, distance in jax.tree_util.tree_leaves_with_path(moved):
