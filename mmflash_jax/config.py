@@ -153,15 +153,29 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """Cross-entropy over masked slots, weighted by position in the block."""
+    """What a masked slot's loss is, and how much it counts."""
 
     anchors: int = 32
-    """Blocks trained in each row and step."""
-    decay: float = 7.0
-    """Slot k weighs exp(-(k - 1) / decay): early slots decide whether later ones count."""
+    """Blocks trained in each row and step. Published recipes draw 512 from rows of 3072 tokens."""
+    loss: Literal["ce", "kl"] = "ce"
+    """ce: cross-entropy with the token itself. kl: divergence of the draft's distribution from the
+    target's at the same place, at temperature 1 and with both soft caps."""
+    position: Literal["decay", "dpace"] = "decay"
+    """How slots of a block weigh. decay: exp(-(k - 1) / decay) for slot k, since early slots decide
+    whether later ones count (DFlash, arXiv 2602.06036). dpace: by how much the slot adds to the
+    length that the draft would have accepted now (D-PACE, arXiv 2605.18810)."""
+    decay: float | None = None
+    """Slots until the weight falls by e. Default: 7, 5 and 4 for blocks of 16, 10 and 8."""
+    dpace_alpha: float = 0.5
+    """How far D-PACE lifts the draft's probabilities towards 1; at 1 it weighs by what follows."""
+    chunk: int | None = None
+    """Blocks of each row whose scores and logits exist at once; memory grows with it. Default: as
+    many as need 1 GiB of fp32 logits, or of attention scores if those are larger."""
 
     def __post_init__(self) -> None:
-        _positive(self, "anchors", "decay")
+        _positive(self, "anchors", "decay", "chunk")
+        if not 0 <= self.dpace_alpha <= 1:
+            raise ConfigError(f"dpace_alpha is {self.dpace_alpha}, it must be from 0 to 1")
 
 
 @dataclass(frozen=True)

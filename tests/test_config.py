@@ -55,7 +55,10 @@ def test_the_demo_config_resolves_to_these_values():
     assert values["draft"]["target_layer_ids"] is None
     assert values["draft"]["sliding_window"] is None
     assert values["data"]["kind"] == "charts"
-    assert values["objective"] == {"anchors": 32, "decay": 7.0}
+    assert values["objective"] == {
+        "anchors": 32, "loss": "ce", "position": "decay", "decay": 7.0, "dpace_alpha": 0.5,
+        "chunk": None,
+    }  # fmt: skip
     assert values["optimiser"]["warmup"] == 0.04
     assert values["optimiser"]["weight_decay"] == 0.01
     assert values["optimiser"]["clip"] == 1.0

@@ -85,6 +85,7 @@ class DecoderLayer(nnx.Module):
         v_context: Float[Array, "B K S H"],
         start: Int[Array, "B A"],
         angles: Float[Array, "R T half"],
+        first: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A T D"]:
         """`A` blocks of each row over its one context; `R` is `B * A`."""
         attention = self.self_attn
@@ -93,15 +94,17 @@ class DecoderLayer(nnx.Module):
         q = attention.queries(normed, angles)
         k, v = attention.keys_values(normed, angles)
         q, k, v = (part.reshape(B, A, *part.shape[1:]) for part in (q, k, v))
-        attend = functools.partial(
-            block_attention,
-            scale=attention.head_dim**-0.5,
-            causal=self.layer.causal,
-            window=self.layer.window,
-        )
-        mixed = jax.vmap(attend, in_axes=(1, None, None, 1, 1, 1), out_axes=1)(
-            q, k_context, v_context, k, v, start
-        )
+
+        def attend(q: Array, k: Array, v: Array, start: Array, first: Array | None) -> Array:
+            return block_attention(
+                q, k_context, v_context, k, v, start,
+                first=first,
+                scale=attention.head_dim**-0.5,
+                causal=self.layer.causal,
+                window=self.layer.window,
+            )  # fmt: skip
+
+        mixed = jax.vmap(attend, in_axes=1, out_axes=1)(q, k, v, start, first)
         x = x + attention.o_proj(mixed.reshape(B, A, T, -1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -132,13 +135,18 @@ class Model(nnx.Module):
         return [layer.self_attn.keys_values(projected, angles) for layer in self.layers]
 
     def denoise(
-        self, x: Float[Array, "B A T D"], state: DFlashState, start: Int[Array, "B A"]
+        self,
+        x: Float[Array, "B A T D"],
+        state: DFlashState,
+        start: Int[Array, "B A"],
+        first: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A T D"]:
-        """Hidden states of `A` blocks a row; block `a` sees context before `start[:, a]` only."""
+        """Hidden states of `A` blocks a row; block `a` sees context before `start[:, a]` only,
+        and from `first[:, a]` on if that is given."""
         B, A, T, _ = x.shape
         angles = self._angles(start.reshape(B * A, 1) + jnp.arange(T))
         for layer, k, v in zip(self.layers, state.k, state.v, strict=True):
-            x = layer(x, k, v, start, angles)
+            x = layer(x, k, v, start, angles, first)
         return self.norm(x)
 
 
@@ -274,12 +282,18 @@ class DFlash:
         ids: Int[Array, "B A T"],
         start: Int[Array, "B A"],
         heads: Heads,
+        first: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A T D"]:
-        """Hidden states of blocks of ids; block `a` of a row stands at `start[:, a]`."""
+        """Hidden states of blocks of ids; block `a` of a row stands at `start[:, a]`.
+
+        `first[:, a]` is where the block's document begins in a packed row. Its positions need not
+        restart there: the rotation turns queries and keys by plain token indices, so a score
+        depends on their difference alone, and a shift of a whole document changes none.
+        """
         B, A, T = ids.shape
         x = heads.embed(ids.reshape(B, A * T)).reshape(B, A, T, -1)
         x = (x * self.config.input_embedding_scale).astype(jnp.dtype(self.dtype))
-        return self.model(params).denoise(x, state, start)
+        return self.model(params).denoise(x, state, start, first)
 
     def logits(self, hidden: Float[Array, "*batch D"], heads: Heads) -> Float[Array, "*batch V"]:
         """fp32 draft logits, multiplier and soft cap of the draft's config included."""

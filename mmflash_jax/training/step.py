@@ -109,6 +109,7 @@ def train_step(
     anchors, valid = sample_anchors(
         jax.random.fold_in(jax.random.key(recipe.seed), number),
         batch["prompt_len"], batch["total_len"], objective.anchors, batch["ids"].shape[1],
+        token_weight=batch.get("weight"),
     )  # fmt: skip
     per_row = {name: value for name, value in batch.items() if name not in ("media", "positions")}
     per_row |= {"anchors": anchors, "valid": valid}
@@ -117,8 +118,9 @@ def train_step(
     def add(total: Any, part: dict[str, Array]) -> tuple[Any, None]:
         part = {**part, "media": batch["media"], "positions": jnp.moveaxis(part["positions"], 0, 1)}
         (loss, metrics), gradients = _loss_and_gradients(recipe, target_params, state.params, part)
-        weight = metrics.pop("weight")
-        weighted = jax.tree.map(lambda x: x * weight, (gradients, {"loss": loss, **metrics}))
+        weight = metrics["weight_sum"]
+        shown = {"loss": loss, **{name: metrics[name] for name in METRICS[1:-1]}}
+        weighted = jax.tree.map(lambda x: x * weight, (gradients, shown))
         return jax.tree.map(jnp.add, total, (weighted, weight)), None
 
     zero = jnp.zeros(())
@@ -153,15 +155,17 @@ def _loss_and_gradients(
 ) -> tuple[tuple[Array, dict[str, Array]], Params]:
     drafter = recipe.plan.drafter
     assert isinstance(drafter, DFlash)
-    features = target_features(recipe.plan, target_params, rows)
+    features, hidden = target_states(recipe.plan, target_params, rows)
     heads = borrow_heads(recipe.plan, {"target": target_params})
-    more = {"token_weight": rows["weight"]} if "weight" in rows else {}
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
-        narrow = jax.tree.map(lambda x: x.astype(jnp.dtype(drafter.dtype)), params)
         return block_loss(
-            drafter, narrow, heads, features, rows["ids"], rows["total_len"], rows["anchors"],
-            rows["valid"], decay=recipe.objective.decay, **more,
+            drafter, params, heads, features, rows["ids"], rows["total_len"], rows["anchors"],
+            rows["valid"], recipe.objective,
+            token_weight=rows.get("weight"),
+            teacher_hidden=hidden,
+            teacher_logits=functools.partial(recipe.plan.target.logits, target_params),
+            devices=1 if recipe.mesh is None else recipe.mesh.size,
         )  # fmt: skip
 
     return jax.value_and_grad(loss, has_aux=True)(params)
@@ -169,6 +173,11 @@ def _loss_and_gradients(
 
 def target_features(plan: Plan, target_params: Params, batch: dict[str, Any]) -> Array:
     """Captured layers `[B, S, features]` of whole rows, teacher-forced."""
+    return target_states(plan, target_params, batch)[0]
+
+
+def target_states(plan: Plan, target_params: Params, batch: dict[str, Any]) -> tuple[Array, Array]:
+    """Captured layers `[B, S, features]` and hidden states `[B, S, D]` after the final norm."""
     rows = batch["ids"].shape[0]
     zero = jnp.zeros((rows,), jnp.int32)
     out = plan.target.prefill(
@@ -181,4 +190,4 @@ def target_features(plan: Plan, target_params: Params, batch: dict[str, Any]) ->
         batch["total_len"],
         capture=plan.drafter.capture,
     )
-    return jax.lax.stop_gradient(out.features)
+    return jax.lax.stop_gradient((out.features, out.hidden))

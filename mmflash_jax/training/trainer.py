@@ -38,6 +38,7 @@ from mmflash_jax.training.export import write_draft
 from mmflash_jax.training.loop import fit
 from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
+from mmflash_jax.training.visual_kl import visual_weights
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +103,13 @@ def prepare(
         media.extend(media_features(plain, target_params, part))
 
     prompts = Prompts(encoder, learn, places, see)
-    answers = first_then_others(lambda: answers_of(plain, target_params, prompts, config))
+    answers = first_then_others(lambda: answers_of(plain, target_params, prompts, encoder, config))
+    visual = first_then_others(
+        lambda: visual_weights(plain, target_params, learn, prompts, answers, encoder, config)
+    ) or [None] * len(learn)
     made = [
-        make_row(*parts, config.row_length) for parts in zip(prompts, media, answers, strict=True)
+        make_row(prompt, features, answer, config.row_length, weights)
+        for prompt, features, answer, weights in zip(prompts, media, answers, visual, strict=True)
     ]
     rows = [row for row in made if row is not None]
     log.info("%d of %d rows fit row_length %d", len(rows), len(made), config.row_length)

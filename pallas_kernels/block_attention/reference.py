@@ -17,6 +17,7 @@ def block_attention(
     v_block: Float[Array, "B T K H"],
     length: Int[Array, " B"],
     *,
+    first: Int[Array, " B"] | None = None,
     scale: float,
     causal: bool,
     window: int | None = None,
@@ -29,6 +30,9 @@ def block_attention(
     block's own keys (`j <= t` when `causal`); with a `window` of W it sees only keys whose distance
     is below W, itself included, as transformers counts a sliding window. Slots that hold nothing
     below `length` are never read. Key/value head `k` serves query heads `k*G .. k*G + G - 1`.
+
+    With `first`, context positions below it are never read either: in a packed training row they
+    belong to another document.
 
     A ring needs a `window`, and at least `window - 1` slots more than the rows of any block that
     may be written to it and then rejected: see `layers.cache.write_rows`.
@@ -65,6 +69,8 @@ def block_attention(
         slots = last - (last - slots) % S
     see_context = ((slots >= 0) & (slots < length[:, None]))[:, None]
     see_block = jnp.ones((T, T), bool)
+    if first is not None:
+        see_context &= (slots >= first[:, None])[:, None]
     if causal:
         see_block &= rows[None, :] <= rows[:, None]
     if window is not None:

@@ -93,7 +93,7 @@ def _feature_gradient(plan, params, features, ids, anchors):
     def gradient(features):
         loss, _ = block_loss(
             plan, params, toy.Recorder().heads, features, ids, jnp.asarray(TOTAL_LEN[:1]), anchors,
-            jnp.ones(anchors.shape, bool), decay=toy.DECAY,
+            jnp.ones(anchors.shape, bool), toy.SETTINGS,
         )  # fmt: skip
         return loss
 

@@ -25,7 +25,7 @@ VALID = jnp.array([[True, True, True, True], [True, True, False, False]])
 def loss_of(params: Any, anchors: Any, valid: Any) -> tuple[Any, dict[str, Any]]:
     return block_loss(
         PLAN, params, toy.Recorder().heads, jnp.asarray(FEATURES), jnp.asarray(IDS), TOTAL_LEN,
-        anchors, valid, decay=toy.DECAY,
+        anchors, valid, toy.SETTINGS,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_draft_that_knows_the_labels(wrong_from):
     loss, metrics = jax.jit(
         lambda params: block_loss(
             PLAN, params, heads, jnp.asarray(FEATURES), jnp.asarray(IDS), TOTAL_LEN, ANCHORS,
-            VALID, decay=toy.DECAY,
+            VALID, toy.SETTINGS,
         )
     )(PARAMS)  # fmt: skip
     # Labels there are: 7, 7, 3, 1 in the first row and 7, 1 in the second.

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from mmflash_jax.config import ObjectiveConfig
 from mmflash_jax.drafters import DFlash, Heads
 from mmflash_jax.training.objective import block_loss
 from tests.drafts import random_params
 
 WIDTH, VOCAB_SIZE, BLOCK, WINDOW, DECAY = 32, 40, 8, 5, 3.0
 CAPTURED = 2 * WIDTH
+SETTINGS = ObjectiveConfig(decay=DECAY)
 LAYER_KINDS = {
     "full": ("full_attention", "full_attention"),
     "sliding": ("sliding_attention", "sliding_attention"),
@@ -71,9 +73,7 @@ def training_logits(
     def run(params: Any, features: Any, ids: Any, total_len: Any, anchors: Any) -> Array:
         recorder = Recorder()
         valid = jnp.ones(anchors.shape, bool)
-        block_loss(
-            plan, params, recorder.heads, features, ids, total_len, anchors, valid, decay=DECAY
-        )
+        block_loss(plan, params, recorder.heads, features, ids, total_len, anchors, valid, SETTINGS)
         assert recorder.last is not None
         return recorder.last
 
