@@ -103,7 +103,7 @@ def prepare(
         media.extend(media_features(plain, target_params, part))
 
     prompts = Prompts(encoder, learn, places, see)
-    answers = first_then_others(lambda: answers_of(plain, target_params, prompts, encoder, config))
+    answers = first_then_others(lambda: answers_of(plain, target_params, prompts, config))
     visual = first_then_others(
         lambda: visual_weights(plain, target_params, learn, prompts, answers, encoder, config)
     ) or [None] * len(learn)

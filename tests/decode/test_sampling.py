@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmflash_jax.decode.sampling import SamplingSettings, choose, gather, log_probabilities
+from mmflash_jax.decode.sampling import (
+    Sampling,
+    SamplingSettings,
+    choose,
+    gather,
+    log_probabilities,
+)
 from tests.decode import drafters
 from tests.decode.running import answers, generate, walk
 from tests.targets.passes import prefill
@@ -22,6 +28,13 @@ FILTERS = {
     "min_p": {"min_p": 0.15},
     "all": {"top_k": 6, "top_p": 0.9, "min_p": 0.05},
 }
+
+
+def settings_of(**fields) -> Sampling:
+    """Settings of one row that samples."""
+    sampling = gather([SamplingSettings(**fields)])
+    assert sampling is not None
+    return sampling
 
 
 def expected(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -54,11 +67,10 @@ def assert_drawn_from(counts, p):
 @pytest.mark.parametrize("name", FILTERS)
 def test_tokens_follow_the_filtered_distribution(name, temperature):
     """DISTR over one place, and independence of neighbouring places of one seed."""
-    settings = SamplingSettings(temperature=temperature, seed=11, **FILTERS[name])
+    sampling = settings_of(temperature=temperature, seed=11, **FILTERS[name])
     logits = np.random.default_rng(3).normal(scale=1.5, size=VOCABULARY).astype(np.float32)
     draws = 40_000
     p = expected(logits, temperature=temperature, **FILTERS[name])
-    sampling = gather([settings])
     many = jnp.broadcast_to(jnp.asarray(logits), (1, draws, VOCABULARY))
     got = np.exp(np.asarray(log_probabilities(many[:, :1], sampling))[0, 0])
     np.testing.assert_allclose(got, p, rtol=1e-5, atol=1e-7)
@@ -73,7 +85,7 @@ def test_filters_keep_the_fewest_tokens_and_ties_together():
     logits = np.log(np.array([[[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]]], np.float32))
 
     def kept(**fields):
-        sampling = gather([SamplingSettings(temperature=1.0, **fields)])
+        sampling = settings_of(temperature=1.0, **fields)
         return np.isfinite(np.asarray(log_probabilities(jnp.asarray(logits), sampling)))[0].sum(-1)
 
     assert kept().tolist() == [4, 4]
@@ -90,7 +102,7 @@ def test_a_seed_draws_the_same_with_any_draft(bench, script):
     """PARITY at a temperature: rows of different settings, one of them greedy, in one batch."""
     rows = (6, 1, 2, 0)
     prompts = with_sampling(bench.some(*rows))
-    plain = answers(generate(*bench.undrafted(), prompts))
+    plain = plain_answers(bench, prompts)
     assert plain[3] == bench.plain[0]
     assert all(one != bench.plain[row] for one, row in zip(plain[:3], rows, strict=False))
     if script == "dflash":
@@ -100,6 +112,11 @@ def test_a_seed_draws_the_same_with_any_draft(bench, script):
         plan, params = bench.scripted(getattr(drafters, script)(known))
     states = walk(plan, params, prompts)
     assert answers(states[-1]) == plain
+
+
+def plain_answers(bench, prompts):
+    plan, params = bench.undrafted()
+    return answers(generate(plan, params, prompts))
 
 
 def with_sampling(prompts):
@@ -137,8 +154,9 @@ def test_filters_that_leave_one_token_are_greedy(bench, fields):
     """A07, with and without drafting."""
     prompts = bench.some(1, 2, sampling=SamplingSettings(seed=9, **fields))
     wanted = [bench.plain[1], bench.plain[2]]
-    assert answers(generate(*bench.undrafted(), prompts)) == wanted
-    assert answers(generate(*bench.dflash(), prompts)) == wanted
+    assert plain_answers(bench, prompts) == wanted
+    plan, params = bench.dflash()
+    assert answers(generate(plan, params, prompts)) == wanted
 
 
 @pytest.mark.parametrize("draft", ["none", "dflash", "adversarial"])

@@ -78,7 +78,11 @@ def made_up_rows(hidden_size: int, count: int = 20) -> list[Row]:
             media = random.standard_normal((3, hidden_size), np.float32)
         places = np.arange(length, dtype=np.int32)
         ids = random.integers(0, 90, length).astype(np.int32)
-        rows.append(Row(ids, media_idx, np.stack([places] * 3), media, 5))
+        known = {
+            "weight": np.ones(length, np.float32),
+            "score": np.full(length, np.nan, np.float32),
+        }
+        rows.append(Row(ids, media_idx, np.stack([places] * 3), media, 5, **known))
     return rows
 
 

@@ -18,6 +18,8 @@ def numbered(count: int) -> list[Row]:
             positions=np.stack([places] * 3),
             media=np.zeros((0, 4), np.float32),
             prompt_len=3,
+            weight=np.ones(5, np.float32),
+            score=np.full(5, np.nan, np.float32),
         )
         for index in range(count)
     ]

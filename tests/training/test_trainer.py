@@ -111,7 +111,7 @@ def trained_logits(plan: Plan, params: Any, batch: Any, anchors: Any) -> Any:
     drafter: Any = plan.drafter
     block_loss(
         drafter, params["drafter"], heads, features, batch["ids"], batch["total_len"], anchors,
-        jnp.ones(anchors.shape, bool), decay=7.0,
+        jnp.ones(anchors.shape, bool), ObjectiveConfig(),
     )  # fmt: skip
     return made[0]
 
