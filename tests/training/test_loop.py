@@ -121,7 +121,7 @@ CHANGES = {
                       "optimiser.learning_rate is 0.003 there and 0.0001 in the config"),
     "steps": ({"optimiser": {"steps": 9}}, "optimiser.steps is 2 there and 9 in the config"),
     "two": ({"row_length": 64, "objective": {"decay": 3.0}},
-            "objective.decay is 7.0 there and 3.0 in the config; row_length is 32 there and 64"),
+            "objective.decay is None there and 3.0 in the config; row_length is 32 there and 64"),
     "kind of data": ({"data": {"kind": "jsonl", "path": "p"}}, "data.kind is 'charts' there and"),
     "target": ({"target": "other"}, "target is 'tiny' there and 'other' in the config"),
 }  # fmt: skip
