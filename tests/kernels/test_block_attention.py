@@ -94,6 +94,24 @@ def test_a_ring_needs_a_window():
         block_attention(*arguments, scale=1.0, causal=True, ring=True)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_context_before_first_is_as_if_it_were_not_there(ring):
+    """A packed row's earlier documents; in a ring `first` counts positions, not slots."""
+    q, k_cache, v_cache, k, v = inputs(4, 2)
+    first, window = np.array([0, 1, 5, 11]), 18
+    run = jax.jit(functools.partial(block_attention, scale=0.3, causal=True, window=window))
+    # The same context moved to the front of the cache: nothing but distances counts.
+    ahead = [np.stack([np.roll(row, -at, 1) for row, at in zip(c, first, strict=True)])
+             for c in (k_cache, v_cache)]  # fmt: skip
+    wanted = run(q, *ahead, k, v, jnp.asarray(LENGTHS - first))
+    if ring:
+        run = jax.jit(
+            functools.partial(block_attention, scale=0.3, causal=True, window=window, ring=True)
+        )
+    got = run(q, k_cache, v_cache, k, v, jnp.asarray(LENGTHS), first=jnp.asarray(first))
+    assert_close(got, wanted, LAYER)
+
+
 def test_rows_do_not_touch_each_other():
     """A row whose cache and block are NaN leaves its neighbours as they are (A12)."""
     args = inputs(4, 2)

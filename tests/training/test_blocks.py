@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmflash_jax.training.blocks import labels_and_weights, sample_anchors
+from mmflash_jax.training.blocks import (
+    default_decay,
+    document_starts,
+    dpace_weights,
+    labels_and_weights,
+    sample_anchors,
+)
 
 PROMPT_LEN = jnp.array([3, 10, 4, 19])
 TOTAL_LEN = jnp.array([20, 12, 5, 20])
@@ -71,3 +77,65 @@ def test_weights_of_the_paper():
         0.156, 0.135,
     ]  # fmt: skip
     np.testing.assert_allclose(weights[0, 0], stated, atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("block", "decay"), [(16, 7.0), (10, 5.0), (8, 4.0), (4, 2.0), (12, 17 / 3), (32, 14.0)]
+)
+def test_the_default_decay_follows_the_block(block, decay):
+    assert default_decay(block) == pytest.approx(decay)
+
+
+def test_document_starts():
+    segments = jnp.array([[5, 5, 5, 2, 5, 5], [1, 1, 1, 1, 1, 1], [1, 2, 3, 3, 3, 1]])
+    wanted = [[0, 0, 0, 3, 4, 4], [0] * 6, [0, 1, 2, 2, 2, 5]]
+    assert document_starts(segments).tolist() == wanted
+
+
+def test_anchors_of_packed_rows_have_a_supervised_token_after_them_in_their_document():
+    segments = jnp.array([[1] * 6 + [2] * 6 + [0] * 4])
+    # Prompts weigh nothing, nor does the image placeholder at 9; 5 ends its document.
+    weight = jnp.array([[0, 0, 1, 1, 1, 1] + [0, 1, 1, 0, 2, 0.5] + [0] * 4], jnp.float32)
+    anchors, valid = sample_anchors(
+        jax.random.key(0), jnp.array([0]), jnp.array([12]), 16, 16,
+        token_weight=weight, segments=segments,
+    )  # fmt: skip
+    assert sorted(np.asarray(anchors)[np.asarray(valid)].tolist()) == [2, 3, 4, 7, 10]
+
+
+def test_tokens_without_weight_and_of_other_documents_are_no_labels():
+    ids = jnp.arange(16)[None]
+    segments = jnp.array([[1] * 6 + [2] * 6 + [0] * 4])
+    weight = jnp.ones((1, 16)).at[0, 9].set(0.0)
+    _, weights = labels_and_weights(
+        ids, jnp.array([12]), jnp.array([[3, 7]]), jnp.array([[True, True]]),
+        block=6, decay=2.0, token_weight=5 * weight, segments=segments,
+    )  # fmt: skip
+    assert (np.asarray(weights[0]) > 0).tolist() == [[1, 1, 0, 0, 0], [1, 0, 1, 1, 0]]
+    # How much a token weighs is not in here, and a gap does not shift the positions behind it.
+    assert weights[0, 1, 2] == pytest.approx(np.exp(-2 / 2.0))
+
+
+def test_dpace_by_hand():
+    """alpha 0.5: q~ = (1 + q) / 2, and the third slot is not supervised."""
+    q = np.array([0.5, 0.2, 0.9, 1.0])
+    supervised = jnp.array([True, True, False, True])
+    weights = dpace_weights(-jnp.log(q), supervised, 0.5)
+    c = [0.75, 0.75 * 0.6, 0.75 * 0.6 * 1.0]
+    np.testing.assert_allclose(weights, [sum(c), c[1] + c[2], 0.0, c[2]], rtol=1e-6)
+
+
+def test_dpace_is_the_gradient_of_the_expected_acceptance():
+    """At alpha 0: sum_k weight_k * d log q_k is d (sum_k q_1 ... q_k), exactly."""
+    scores = jnp.array([[0.3, -1.0, 2.0, 0.5], [1.0, 0.1, -0.4, 0.9]])
+    supervised = jnp.array([[True] * 4, [True, True, True, False]])
+
+    def accepted(scores):
+        q = jnp.where(supervised, jax.nn.sigmoid(scores), 1.0)
+        return jnp.where(supervised, jnp.cumprod(q, -1), 0.0).sum()
+
+    def weighted(scores):
+        loss = -jax.nn.log_sigmoid(scores)
+        return (dpace_weights(loss, supervised, 0.0) * loss).sum()
+
+    np.testing.assert_allclose(-jax.grad(weighted)(scores), jax.grad(accepted)(scores), rtol=1e-5)
