@@ -84,8 +84,10 @@ class DraftShape:
     """Key/value heads."""
     head_dim: int
     """Width of a head."""
-    mask_token: str
+    mask_token: str | None = None
     """The target's token that stands in masked slots; its embedding stays frozen."""
+    mask_token_id: int | None = None
+    """Or its id: a row of the target's table that the tokenizer does not use."""
     target_layer_ids: tuple[int, ...] | None = None
     """Target layers to read, 0-based. Default: five, spread by z-lab's rule."""
     block_size: int = 16
@@ -110,6 +112,10 @@ class DraftShape:
         )  # fmt: skip
         if self.block_size < 2:
             raise ConfigError(f"block_size is {self.block_size}, it must be at least 2")
+        if (self.mask_token is None) == (self.mask_token_id is None):
+            raise ConfigError(
+                f"mask_token is {self.mask_token!r}, mask_token_id {self.mask_token_id}, give one"
+            )
 
 
 @dataclass(frozen=True)

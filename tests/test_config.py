@@ -40,12 +40,6 @@ def train_config(tmp_path: Path, text: str) -> TrainConfig:
     return read_yaml(path, TrainConfig)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
-def test_every_shipped_config_loads(path):
-    config = read_yaml(find_config(path.name), TrainConfig)
-    assert config.draft.mask_token
-
-
 def test_the_demo_config_resolves_to_these_values():
     """Values of the run that made the shipped draft; a change of a default would show here."""
     config = read_yaml(find_config("demo_qwen35.yaml"), TrainConfig)
@@ -88,7 +82,7 @@ def test_a_config_survives_being_written_as_json(path):
     config = read_yaml(path, TrainConfig)
     values = json.loads(json.dumps(as_values(config)))
     assert build(TrainConfig, values, "") == config
-    assert values["optimiser"]["accumulate"] == 1, "defaults are written out"
+    assert values["optimiser"]["warmup"] == 0.04, "defaults are written out"
 
 
 def test_defaults_fill_what_a_file_leaves_out(tmp_path):

@@ -121,6 +121,7 @@ def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> D
     layers = target.config.num_hidden_layers
     kinds = shape.layer_types or ("full_attention",) * shape.num_hidden_layers
     ids = shape.target_layer_ids or default_layer_ids(layers, 5)
+    mask = encoder.token_id(shape.mask_token) if shape.mask_token else shape.mask_token_id
     return DraftConfig.from_hf(
         {
             "architectures": ["DFlashDraftModel"],
@@ -139,7 +140,7 @@ def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> D
             "sliding_window": shape.sliding_window,
             "dflash_config": {
                 "target_layer_ids": list(ids),
-                "mask_token_id": encoder.token_id(shape.mask_token),
+                "mask_token_id": mask,
                 "block_size": shape.block_size,
                 "input_embedding_scale": shape.input_embedding_scale,
                 "final_logit_softcapping": shape.final_logit_softcapping,
