@@ -22,6 +22,7 @@ from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.load import load_target, warn_of_ordinary_mask
 from mmflash_jax.training.data import collate, make_row
 from mmflash_jax.training.objective import block_loss
+from mmflash_jax.training.prompts import Prompts
 from mmflash_jax.training.step import (
     Recipe,
     make_optimiser,
@@ -49,6 +50,7 @@ SHAPE = DraftShape(
 class Setup(NamedTuple):
     plan: Plan
     params: dict[str, Any]
+    requests: list[Request]
     prompts: list[Prompt]
     answers: list[tuple[int, ...]]
     batch: dict[str, np.ndarray]
@@ -89,7 +91,7 @@ def setup(folder: Path) -> Setup:
     media = media_features(plan, params, prompts)
     rows = [make_row(*parts, ROW_LENGTH) for parts in zip(prompts, media, answers, strict=True)]
     batch = collate([row for row in rows if row is not None], ROW_LENGTH)
-    return Setup(plan, everything, prompts, answers, batch, encoder)
+    return Setup(plan, everything, requests, prompts, answers, batch, encoder)
 
 
 def recording(heads: Heads, made: list[Any]) -> Heads:
@@ -173,6 +175,22 @@ def test_media_features_stand_in_for_pictures(setup):
     assert len(features[0]) == 0
     alone = media_features(setup.plan, setup.params["target"], setup.prompts[1:])
     assert_close(alone[0], features[1], MODEL)
+
+
+def test_patches_are_kept_only_while_prompts_are_used(setup):
+    """Iteration tells sizes; an index or a slice brings the pixels; the first pass sees all."""
+    seen: list[Prompt] = []
+    prompts = Prompts(setup.encoder, setup.requests, str, seen.extend)
+    for whole in (seen, prompts[:], [prompts[0], prompts[1]]):
+        for made, wanted in zip(whole, setup.prompts, strict=True):
+            np.testing.assert_array_equal(made.ids, wanted.ids)
+            for image, other in zip(made.images, wanted.images, strict=True):
+                np.testing.assert_array_equal(image.patches, other.patches)
+    assert len(prompts) == 2
+    for light, wanted in zip(prompts, setup.prompts, strict=True):
+        np.testing.assert_array_equal(light.ids, wanted.ids)
+        assert [i.num_tokens for i in light.images] == [i.num_tokens for i in wanted.images]
+        assert not any(len(image.patches) for image in light.images)
 
 
 def test_learning_rate_rises_and_falls():
