@@ -190,10 +190,10 @@ def train_step(
     assert isinstance(drafter, DFlash)
     features, hidden = target_states(plan, target_params, batch)
     heads = borrow_heads(plan, {"target": target_params})
-    weight, segments = batch.get("weight"), batch.get("segments")
+    weight = batch.get("weight")
     chosen, valid = sample_anchors(
         key, batch["prompt_len"], batch["total_len"], objective.anchors, batch["ids"].shape[1],
-        token_weight=weight, segments=segments,
+        token_weight=weight,
     )  # fmt: skip
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
@@ -201,7 +201,6 @@ def train_step(
             drafter, params, heads, features, batch["ids"], batch["total_len"], chosen, valid,
             objective,
             token_weight=weight,
-            segments=segments,
             teacher_hidden=hidden,
             teacher_logits=functools.partial(plan.target.logits, target_params),
         )  # fmt: skip
