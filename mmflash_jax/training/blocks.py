@@ -7,7 +7,8 @@ position, and no other block.
 
 A packed row holds several documents, one after the other; `segments` numbers them token by token.
 Anchor, context and labels of a block then lie in one document. What is an answer and what a prompt
-follows from `token_weight` in such a row: a token of weight 0 is not supervised.
+follows from `token_weight` in such a row: a token of weight 0 is not supervised. Its features must
+have been made document by document, since a target's own pass sees the whole row.
 """
 
 import jax

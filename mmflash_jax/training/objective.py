@@ -1,9 +1,9 @@
 """The draft's loss as a pure function, in memory that does not grow with the number of blocks.
 
-512 blocks of 16 tokens over a vocabulary of 248,320 would make 8 GB of fp32 logits a row, and their
-attention scores over 3,072 tokens five times that. So keys and values of the context are computed
-once, and everything after them runs over a chunk of blocks at a time, forward and again (computed
-anew) in the backward pass.
+512 blocks of 16 tokens over a vocabulary of 248,320 would make 8 GB of fp32 logits a row, and the
+attention scores of five layers over 3,072 tokens 16 GB. So keys and values of the context are
+computed once, and everything after them runs over a chunk of blocks at a time, forward and again
+(computed anew) in the backward pass.
 """
 
 from collections.abc import Callable
