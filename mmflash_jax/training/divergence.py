@@ -17,6 +17,7 @@ from mmflash_jax.decode.buckets import bucket
 from mmflash_jax.decode.prefill import encode_media, extend, pad_prompts
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.training.teacher import whole_rows
 
 LOGITS_AT_ONCE = 2**24
 """Most logits of one distribution that are in memory: 64 MB in fp32."""
@@ -96,18 +97,8 @@ def _answer_states(
     width: int,
 ) -> Float[Array, "B T D"]:
     """Final states of the places that predict the answer tokens: each one's place less one."""
-    rows, slots = ids.shape
-    out = plan.target.prefill(
-        target_params,
-        plan.target.embed(target_params, ids, media, media_idx),
-        positions,
-        # The row itself is the block, as in training; nothing comes before it.
-        plan.target.init_cache(rows, 1, 1),
-        jnp.zeros((rows,), jnp.int32),
-        total_len,
-        capture=(),
-    )
-    place = jnp.minimum(prompt_len[:, None] - 1 + jnp.arange(width), slots - 1)
+    out = whole_rows(plan, target_params, ids, media, media_idx, positions, total_len)
+    place = jnp.minimum(prompt_len[:, None] - 1 + jnp.arange(width), ids.shape[1] - 1)
     return jnp.take_along_axis(out.hidden, place[:, :, None], axis=1)
 
 

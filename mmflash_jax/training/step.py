@@ -22,6 +22,7 @@ from mmflash_jax.layers.schema import Params
 from mmflash_jax.sharding import split_largest_axis
 from mmflash_jax.training.blocks import sample_anchors
 from mmflash_jax.training.objective import block_loss
+from mmflash_jax.training.teacher import whole_rows
 
 METRICS = ("loss", "accuracy", "kept", "grad_norm")
 
@@ -178,16 +179,6 @@ def target_features(plan: Plan, target_params: Params, batch: dict[str, Any]) ->
 
 def target_states(plan: Plan, target_params: Params, batch: dict[str, Any]) -> tuple[Array, Array]:
     """Captured layers `[B, S, features]` and hidden states `[B, S, D]` after the final norm."""
-    rows = batch["ids"].shape[0]
-    zero = jnp.zeros((rows,), jnp.int32)
-    out = plan.target.prefill(
-        target_params,
-        plan.target.embed(target_params, batch["ids"], batch["media"], batch["media_idx"]),
-        batch["positions"],
-        # The row itself is the block; nothing comes before it.
-        plan.target.init_cache(rows, 1, 1),
-        zero,
-        batch["total_len"],
-        capture=plan.drafter.capture,
-    )
+    names = ("ids", "media", "media_idx", "positions", "total_len")
+    out = whole_rows(plan, target_params, *(batch[name] for name in names))
     return jax.lax.stop_gradient((out.features, out.hidden))
