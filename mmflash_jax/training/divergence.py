@@ -159,9 +159,14 @@ def token_divergence(
     """
     log_p = jax.nn.log_softmax(real.astype(jnp.float32), axis=-1)
     log_q = jax.nn.log_softmax(ablated.astype(jnp.float32), axis=-1)
-    p = jnp.exp(log_p)
-    # What p excludes costs nothing, however surely it does so.
-    score = jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)
+    score = kl_divergence(log_p, log_q)
     chosen = jnp.take_along_axis(log_p, ids[..., None], axis=-1, mode="fill", fill_value=-jnp.inf)
     # Rounding may leave a divergence of nothing just below zero.
     return jnp.clip(score, 0.0, cap), jnp.exp(chosen[..., 0])
+
+
+def kl_divergence(log_p: Float[Array, "*n V"], log_q: Float[Array, "*n V"]) -> Float[Array, "*n"]:
+    """`KL(p || q)` in nats from log-distributions."""
+    p = jnp.exp(log_p)
+    # What p excludes costs nothing, however surely it does so.
+    return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0.0), axis=-1)

@@ -25,6 +25,7 @@ from mmflash_jax.training.blocks import (
     dpace_weights,
     labels_and_weights,
 )
+from mmflash_jax.training.divergence import kl_divergence
 
 T = TypeVar("T")
 
@@ -221,7 +222,7 @@ def _sums(
 def _divergence(teacher: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> Float[Array, "*b"]:
     """KL(teacher || draft) in nats; the teacher gets no gradient."""
     log_p = jax.nn.log_softmax(jax.lax.stop_gradient(teacher), axis=-1)
-    return jnp.sum(jnp.exp(log_p) * (log_p - jax.nn.log_softmax(draft, axis=-1)), axis=-1)
+    return kl_divergence(log_p, jax.nn.log_softmax(draft, axis=-1))
 
 
 def _over_chunks(
