@@ -249,6 +249,9 @@ def measure(arguments: Measure) -> dict[str, Any]:
     result["target_bytes"] = sum(x.nbytes for x in jax.tree.leaves(params))
     result["draft_bytes"] = sum(x.nbytes for x in jax.tree.leaves(draft_params))
     result["draft_parameters"] = sum(x.size for x in jax.tree.leaves(draft_params))
+    stats = jax.devices()[0].memory_stats() or {}
+    result["bytes_in_use_after_loading"] = stats.get("bytes_in_use")
+    result["peak_bytes_while_loading"] = stats.get("peak_bytes_in_use")
     print(json.dumps(result), flush=True)
     warm, capacity = 5, arguments.context + 16 * (arguments.steps + 16)
     capacity = -(-capacity // 64) * 64
