@@ -13,10 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmflash_jax.decode.accept import cut
+from mmflash_jax.decode.adjust import (
+    NEUTRAL,
+    Adjustments,
+    adjust,
+    count_tokens,
+    gather_adjustments,
+)
 from mmflash_jax.decode.buckets import bucket, chunk_widths
+from mmflash_jax.decode.logprobs import no_logprobs, note
 from mmflash_jax.decode.records import ABSENT, RUNNING, DecodeState, PatchedImage, Plan, Prompt
 from mmflash_jax.decode.sampling import GREEDY, Sampling, choose, gather
 from mmflash_jax.layers.schema import Params
@@ -64,9 +72,16 @@ def prefill(
     shift = np.array([0 if p is None else p.rope_shift for p in prompts], np.int32)
     room = bucket(int(limit.max()), 16) if room is None else room
     sampling = gather([GREEDY if p is None else p.sampling for p in prompts])
-    return _first_token(
+    adjustments = wanted = None
+    if any(p is not None and p.adjustment != NEUTRAL for p in prompts):
+        none = np.zeros(0, np.int32)
+        rows = [(NEUTRAL, none) if p is None else (p.adjustment, p.ids) for p in prompts]
+        adjustments = gather_adjustments(rows, plan.target.config.vocab_size)
+    if any(p is not None and p.logprobs for p in prompts):
+        wanted = np.array([p is not None and p.logprobs for p in prompts])
+    return first_token(
         plan, params, state.cache, state.draft, state.last, _lengths(prompts), limit, shift,
-        sampling, room=room,
+        sampling, adjustments, wanted, room=room,
     )  # fmt: skip
 
 
@@ -83,11 +98,11 @@ def run_prompts(
     lengths = _lengths(prompts)
     widths = chunk_widths(int(lengths.max()), widest=chunk)
     ids, media_idx, positions = pad_prompts(plan, prompts, first_row, sum(widths))
-    state = _empty(plan, len(prompts), capacity)
+    state = empty_prompts(plan, len(prompts), capacity)
     start = 0
     for width in widths:
         here = slice(start, start + width)
-        state = _prefill_chunk(
+        state = prefill_chunk(
             plan, params, state, ids[:, here], media, media_idx[:, here], positions[:, :, here],
             np.minimum(lengths, start), np.clip(lengths - start, 0, width),
         )  # fmt: skip
@@ -116,7 +131,7 @@ def encode_media(
     for size, members in sorted(groups.items()):
         for at in range(0, len(members), IMAGES_AT_ONCE):
             part = members[at : at + IMAGES_AT_ONCE]
-            encoded = _encode_images(plan, params, *_stack([m[2] for m in part], size))
+            encoded = encode_image_batch(plan, params, *stack_images([m[2] for m in part], size))
             for slot, (row, place, _) in enumerate(part):
                 first_row[row][place] = rows + slot * encoded.shape[1]
             features.append(encoded.reshape(-1, encoded.shape[-1]))
@@ -127,7 +142,7 @@ def encode_media(
     return jnp.pad(media, ((0, bucket(rows, 64) - rows), (0, 0))), first_row
 
 
-def _stack(images: Sequence[PatchedImage], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def stack_images(images: Sequence[PatchedImage], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = 1 << (len(images) - 1).bit_length()
     patches = np.zeros((count, size, images[0].patches.shape[1]), np.float32)
     # An absent image has a few patches, so that no row of its attention is empty.
@@ -162,7 +177,7 @@ def pad_prompts(
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "batch", "capacity"))
-def _empty(plan: Plan, batch: int, capacity: int) -> PrefillState:
+def empty_prompts(plan: Plan, batch: int, capacity: int) -> PrefillState:
     return PrefillState(
         cache=plan.target.init_cache(batch, capacity, plan.drafter.block),
         draft=plan.drafter.init_state(batch, capacity),
@@ -171,7 +186,7 @@ def _empty(plan: Plan, batch: int, capacity: int) -> PrefillState:
 
 
 @functools.partial(jax.jit, static_argnames="plan")
-def _encode_images(
+def encode_image_batch(
     plan: Plan,
     params: Params,
     patches: Float[Array, "I P C"],
@@ -182,7 +197,7 @@ def _encode_images(
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
-def _prefill_chunk(
+def prefill_chunk(
     plan: Plan,
     params: Params,
     state: PrefillState,
@@ -212,7 +227,7 @@ def _prefill_chunk(
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "room"), donate_argnames=("cache", "draft"))
-def _first_token(
+def first_token(
     plan: Plan,
     params: Params,
     cache: Any,
@@ -222,19 +237,27 @@ def _first_token(
     limit: Int[Array, " B"],
     rope_shift: Int[Array, " B"],
     sampling: Sampling | None,
+    adjustments: Adjustments | None = None,
+    wanted: Bool[Array, " B"] | None = None,
     *,
     room: int,
 ) -> DecodeState:
-    """The state after the prompt: the first token is known, but in no cache."""
+    """The state after the prompt: the first token is known, but in no cache.
+
+    `wanted` are rows that ask for log-probabilities.
+    """
     batch = length.shape[0]
     zero = jnp.zeros((batch,), jnp.int32)
-    logits = plan.target.logits(params["target"], last)
-    first = choose(logits[:, None], sampling, zero[:, None])[:, 0]
+    logits = plan.target.logits(params["target"], last)[:, None]
+    place = zero[:, None]
+    first = choose(adjust(logits, adjustments), sampling, place)
+    logprobs = None if wanted is None else no_logprobs(wanted, room, logits.shape[-1])
+    anchor = first[:, 0]
     start = DecodeState(
-        tokens=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(first),
+        tokens=jnp.zeros((batch, room), jnp.int32).at[:, 0].set(anchor),
         num_tokens=zero,
         limit=limit,
-        anchor=first,
+        anchor=anchor,
         length=length,
         rope_shift=rope_shift,
         reason=jnp.where(limit > 0, RUNNING, ABSENT),
@@ -243,8 +266,10 @@ def _first_token(
         cache=cache,
         draft=draft,
         sampling=sampling,
+        adjustments=count_tokens(adjustments, first, zero + 1),
+        logprobs=note(logprobs, logits, first, place),
     )
-    decided = cut(start, first[:, None], zero + 1, plan.stop_ids)
+    decided = cut(start, first, zero + 1, plan.stop_ids)
     return dataclasses.replace(start, num_tokens=decided.count, reason=decided.reason)
 
 

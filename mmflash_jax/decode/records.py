@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.decode.adjust import NEUTRAL, Adjustment, Adjustments
+from mmflash_jax.decode.logprobs import Logprobs
 from mmflash_jax.decode.sampling import GREEDY, Sampling, SamplingSettings
 from mmflash_jax.drafters import Drafter
 from mmflash_jax.targets import Target
@@ -42,6 +44,8 @@ class Prompt:
     images: in the order of their placeholders.
     max_tokens: most tokens to generate, at least 1.
     sampling: how its tokens are chosen.
+    adjustment: what is done to the logits before.
+    logprobs: whether log-probabilities are asked for.
     """
 
     ids: np.ndarray
@@ -51,6 +55,8 @@ class Prompt:
     images: tuple[PatchedImage, ...]
     max_tokens: int
     sampling: SamplingSettings = GREEDY
+    adjustment: Adjustment = NEUTRAL
+    logprobs: bool = False
 
 
 RUNNING, STOP, LENGTH, ABSENT = 0, 1, 2, 3
@@ -86,6 +92,8 @@ class DecodeState:
     cache: the target's, valid for `length` tokens.
     draft: the drafter's state, valid for `length` tokens.
     sampling: how each row's tokens are chosen; None if all rows are greedy.
+    adjustments: biases and penalties; None if no row has any.
+    logprobs: of the tokens in `tokens`; None if no row asks for them.
 
     Invariants after prefill and after every step:
     - length + 1 = prompt tokens + num_tokens: all known tokens but the anchor are in the caches;
@@ -105,6 +113,8 @@ class DecodeState:
     cache: Any
     draft: Any
     sampling: Sampling | None
+    adjustments: Adjustments | None = None
+    logprobs: Logprobs | None = None
 
     @property
     def running(self) -> Array:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 EXCLUDED = -jnp.inf
@@ -74,19 +75,25 @@ class Sampling:
 
 
 def gather(settings: Sequence[SamplingSettings]) -> Sampling | None:
-    """The batch's settings on the device; None if every row is greedy, which compiles leaner."""
+    """The batch's settings; None if every row is greedy, which compiles leaner."""
     if all(one.is_greedy for one in settings):
         return None
+    return pack(settings)
+
+
+def pack(settings: Sequence[SamplingSettings]) -> Sampling:
+    """The batch's settings as host arrays."""
     halves = [(one.seed >> 32, one.seed & 0xFFFFFFFF) for one in settings]
-    return Sampling(
-        temperature=jnp.asarray(
-            [0.0 if one.is_greedy else one.temperature for one in settings], jnp.float32
+    made = {
+        "temperature": np.array(
+            [0.0 if one.is_greedy else one.temperature for one in settings], np.float32
         ),
-        top_k=jnp.asarray([min(one.top_k, 2**31 - 1) for one in settings], jnp.int32),
-        top_p=jnp.asarray([one.top_p for one in settings], jnp.float32),
-        min_p=jnp.asarray([one.min_p for one in settings], jnp.float32),
-        key=jnp.asarray(np.array(halves, np.uint32)),
-    )
+        "top_k": np.array([min(one.top_k, 2**31 - 1) for one in settings], np.int32),
+        "top_p": np.array([one.top_p for one in settings], np.float32),
+        "min_p": np.array([one.min_p for one in settings], np.float32),
+        "key": np.array(halves, np.uint32),
+    }
+    return Sampling(**made)
 
 
 def choose(
@@ -105,8 +112,16 @@ def scores(
     """What the chosen token is the largest of: logits, or log-probabilities plus noise."""
     if sampling is None:
         return logits
-    noisy = log_probabilities(logits, sampling) + _noise(sampling.key, place, logits.shape[-1])
-    return jnp.where((sampling.temperature > 0)[:, None, None], noisy, logits)
+    samples = sampling.temperature > 0
+
+    def noisy() -> Array:
+        noise = _noise(sampling.key, place, logits.shape[-1])
+        return jnp.where(
+            samples[:, None, None], log_probabilities(logits, sampling) + noise, logits
+        )
+
+    # Filters and noise cost many passes over the vocabulary: only while some row samples.
+    return lax.cond(jnp.any(samples), noisy, lambda: logits)
 
 
 def log_probabilities(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:
@@ -135,7 +150,7 @@ def _largest(
     Bisection over the bits of non-negative floats, which order as integers do: 31 sums over the
     vocabulary, cheaper than sorting it.
     """
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    bits = lax.bitcast_convert_type(values, jnp.int32)
 
     def halve(_: int, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds
@@ -146,7 +161,7 @@ def _largest(
     shape = values.shape[:-1]
     infinity = 0x7F800000
     bounds = (jnp.zeros(shape, jnp.int32), jnp.full(shape, infinity, jnp.int32))
-    threshold, _ = jax.lax.fori_loop(0, 31, halve, bounds)
+    threshold, _ = lax.fori_loop(0, 31, halve, bounds)
     return bits >= threshold[..., None]
 
 

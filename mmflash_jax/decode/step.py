@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mmflash_jax.decode.accept import accept
+from mmflash_jax.decode.adjust import adjust, count_tokens
+from mmflash_jax.decode.logprobs import note
 from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verification
 from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Heads, Proposal
@@ -29,7 +31,7 @@ def borrow_heads(plan: Plan, params: Params) -> Heads:
 def _pick(state: DecodeState, logits: Array) -> Array:
     """A draft's ids for the next places of each answer, by the rule that the target's follow."""
     place = state.num_tokens[:, None] + jnp.arange(logits.shape[1])
-    return choose(logits, state.sampling, place)
+    return choose(adjust(logits, state.adjustments), state.sampling, place)
 
 
 def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
@@ -102,4 +104,6 @@ def commit(
         draft=plan.drafter.absorb(
             params["drafter"], state.draft, verification.features, state.length, count
         ),
+        adjustments=count_tokens(state.adjustments, acceptance.ids, count),
+        logprobs=note(state.logprobs, verification.logits, acceptance.ids, slot),
     )

@@ -38,9 +38,9 @@ def test_programs_depend_on_buckets_not_on_lengths(bench):
 
     jitted: tuple[Any, ...] = (
         decode,
-        prefill_module._prefill_chunk,
-        prefill_module._first_token,
-        prefill_module._empty,
+        prefill_module.prefill_chunk,
+        prefill_module.first_token,
+        prefill_module.empty_prompts,
     )
     serve([5, 9, 30], [40, 33, 35])
     before = [function._cache_size() for function in jitted]

@@ -1,0 +1,285 @@
+"""A running batch whose rows come and go: the state behind a server.
+
+A prompt is prefilled on its own, piece by piece, as a batch of one row; `insert` writes that row
+into a free slot of the running state; `run` decodes a few steps; `release` frees a slot. All
+shapes are fixed by `Shape`, so a server compiles each of these once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from mmflash_jax.decode.adjust import gather_adjustments
+from mmflash_jax.decode.prefill import (
+    PrefillState,
+    empty_prompts,
+    encode_image_batch,
+    first_token,
+    pad_prompts,
+    prefill_chunk,
+    stack_images,
+)
+from mmflash_jax.decode.records import ABSENT, DecodeState, PatchedImage, Plan, Prompt
+from mmflash_jax.decode.sampling import pack
+from mmflash_jax.decode.step import step
+from mmflash_jax.layers.schema import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Every size that a server's programs are compiled for.
+
+    slots: rows that decode at once.
+    capacity: tokens of a row, prompt and answer.
+    steps: most verify steps of one `run`.
+    widths: tokens of a prefill chunk, narrowest first; the last chunk of a prompt takes the
+        narrowest that holds it.
+    image_sizes: patches that images are padded to, smallest first.
+    """
+
+    slots: int
+    capacity: int
+    steps: int = 4
+    widths: tuple[int, ...] = (32, 128, 512)
+    image_sizes: tuple[int, ...] = ()
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Emission:
+    """What `run` tells the host; rows are slots.
+
+    ids: int32 `[B, W]` tokens from place `since` on; `num_tokens - since` of them count.
+    chosen, likeliest, values: their log-probabilities and the likeliest tokens' (`Logprobs`).
+    num_tokens, reason, steps, committed: as in `DecodeState`.
+    """
+
+    ids: Array
+    chosen: Array
+    likeliest: Array
+    values: Array
+    num_tokens: Array
+    reason: Array
+    steps: Array
+    committed: Array
+
+
+def start_row(plan: Plan, params: Params, filled: PrefillState, prompt: Prompt, room: int) -> Any:
+    """A batch of one row, ready for `insert`: prompt in the caches, first token known."""
+    return first_token(
+        plan, params, filled.cache, filled.draft, filled.last,
+        np.array([len(prompt.ids)], np.int32),
+        np.array([prompt.max_tokens], np.int32),
+        np.array([prompt.rope_shift], np.int32),
+        pack([prompt.sampling]),
+        gather_adjustments([(prompt.adjustment, prompt.ids)], plan.target.config.vocab_size),
+        np.array([prompt.logprobs]),
+        room=room,
+    )  # fmt: skip
+
+
+def empty_slots(plan: Plan, params: Params, shape: Shape) -> DecodeState:
+    """A state whose slots are all free."""
+    blank = Prompt(
+        ids=np.zeros(1, np.int32),
+        media_idx=np.full(1, -1, np.int32),
+        positions=np.zeros((plan.target.position_axes, 1), np.int32),
+        rope_shift=0,
+        images=(),
+        max_tokens=1,
+    )
+    row = jax.eval_shape(
+        lambda params: start_row(
+            plan, params, empty_prompts(plan, 1, shape.capacity), blank, shape.capacity
+        ),
+        params,
+    )
+    return _zeros(plan, _Abstract.of(row), shape.slots)
+
+
+@dataclass(frozen=True)
+class _Abstract:
+    """Shapes and dtypes of a pytree, hashable."""
+
+    leaves: tuple[tuple[tuple[int, ...], str], ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> "_Abstract":
+        leaves, structure = jax.tree.flatten(tree)
+        return cls(tuple((x.shape, x.dtype.name) for x in leaves), structure)
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "row", "slots"))
+def _zeros(plan: Plan, row: _Abstract, slots: int) -> DecodeState:
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in row.leaves]
+    one = jax.tree.unflatten(row.structure, shapes)
+
+    def several(leaf: Any, axis: int) -> Array:
+        return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis + 1 :]), leaf.dtype)
+
+    state = jax.tree.map(several, one, _row_axes(plan, one))
+    return dataclasses.replace(state, reason=jnp.full((slots,), ABSENT, jnp.int32))
+
+
+def _row_axes(plan: Plan, state: DecodeState) -> DecodeState:
+    """The axis of every array that counts rows; caches are laid out as their owners like."""
+
+    def caches(batch: int) -> PrefillState:
+        return jax.eval_shape(lambda: empty_prompts(plan, batch, 64))
+
+    def axis(two: Any, three: Any) -> int:
+        return [a == b for a, b in zip(two.shape, three.shape, strict=True)].index(False)
+
+    found = jax.tree.map(axis, caches(2), caches(3))
+    axes = jax.tree.map(lambda _: 0, dataclasses.replace(state, cache=(), draft=()))
+    return dataclasses.replace(axes, cache=found.cache, draft=found.draft)
+
+
+@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+def insert(plan: Plan, state: DecodeState, row: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Put a batch of one row into a slot; nothing of what was there before stays."""
+
+    def write(leaf: Array, one: Array, axis: int) -> Array:
+        return lax.dynamic_update_slice_in_dim(leaf, one.astype(leaf.dtype), slot, axis)
+
+    return jax.tree.map(write, state, row, _row_axes(plan, state))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def release(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
+    """Free slots: their rows no longer run, sample or ask for anything."""
+    sampling, adjustments, logprobs = state.sampling, state.adjustments, state.logprobs
+    if sampling is None or adjustments is None or logprobs is None:
+        raise ValueError("a state of slots holds sampling, adjustments and logprobs")
+    return dataclasses.replace(
+        state,
+        reason=jnp.where(slots, ABSENT, state.reason),
+        sampling=dataclasses.replace(
+            sampling, temperature=jnp.where(slots, 0.0, sampling.temperature)
+        ),
+        adjustments=dataclasses.replace(adjustments, active=adjustments.active & ~slots),
+        logprobs=dataclasses.replace(logprobs, wanted=logprobs.wanted & ~slots),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "steps"), donate_argnames="state")
+def run(
+    plan: Plan, params: Params, state: DecodeState, since: Int[Array, " B"], *, steps: int
+) -> tuple[DecodeState, Emission]:
+    """Step until a row ends, none runs or `steps` are taken; tell what each row gained.
+
+    `since` is the number of tokens of each row that the host has already. A row that ended on its
+    way in, with its first token, is told too.
+    """
+
+    def more(carry: tuple[Array, DecodeState]) -> Array:
+        taken, now = carry
+        return (taken < steps) & jnp.any(now.running) & jnp.all(now.reason == state.reason)
+
+    def once(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        taken, now = carry
+        return taken + 1, step(plan, params, now)
+
+    state = lax.while_loop(more, once, (jnp.int32(0), state))[1]
+    # The first token comes from the prompt, at most a block from each step.
+    place = since[:, None] + jnp.arange(steps * plan.drafter.block + 1)
+    place = jnp.minimum(place, state.tokens.shape[1] - 1)
+    logprobs = state.logprobs
+    if logprobs is None:
+        raise ValueError("a state of slots holds logprobs")
+    emission = Emission(
+        ids=jnp.take_along_axis(state.tokens, place, axis=1),
+        chosen=jnp.take_along_axis(logprobs.chosen, place, axis=1),
+        likeliest=jnp.take_along_axis(logprobs.ids, place[..., None], axis=1),
+        values=jnp.take_along_axis(logprobs.values, place[..., None], axis=1),
+        num_tokens=state.num_tokens,
+        reason=state.reason,
+        steps=state.steps,
+        committed=state.committed,
+    )
+    return state, emission
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "rows"))
+def _no_media(plan: Plan, rows: int) -> Array:
+    return jnp.zeros((rows, plan.target.config.hidden_size), jnp.dtype(plan.target.dtype))
+
+
+@functools.partial(jax.jit, donate_argnames="media")
+def _place_media(media: Array, features: Array, row: Int[Array, ""]) -> Array:
+    return lax.dynamic_update_slice_in_dim(media, features.astype(media.dtype), row, 0)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Prefills prompts one piece (an image or a chunk of tokens) at a time, in fixed shapes."""
+
+    plan: Plan
+    params: Params
+    shape: Shape
+    no_media: Array
+
+    @classmethod
+    def of(cls, plan: Plan, params: Params, shape: Shape) -> "Pieces":
+        # Features are written in whole buckets, the last one past the tokens of its image.
+        padding = max(shape.image_sizes, default=0) // plan.target.image_side**2
+        return cls(plan, params, shape, _no_media(plan, shape.capacity + padding))
+
+    def prefill(self, prompt: Prompt) -> Iterator[tuple[int, DecodeState | None]]:
+        """Work on a prompt; after each piece, its tokens and None, at last the row to insert."""
+        plan, params = self.plan, self.params
+        # The shared blank must not be donated.
+        media = _no_media(plan, len(self.no_media)) if prompt.images else self.no_media
+        row = 0
+        first_row: list[int] = []
+        for image in prompt.images:
+            media = _place_media(media, self._encode(image), np.int32(row))
+            first_row.append(row)
+            row += image.num_tokens
+            yield image.num_tokens, None
+        length = len(prompt.ids)
+        widths = self._widths(length)
+        ids, media_idx, positions = pad_prompts(plan, [prompt], [first_row], sum(widths))
+        state = empty_prompts(plan, 1, self.shape.capacity)
+        start = 0
+        for width in widths:
+            here = slice(start, start + width)
+            count = min(length - start, width)
+            state = prefill_chunk(
+                plan, params, state, ids[:, here], media, media_idx[:, here],
+                positions[:, :, here], np.array([start], np.int32), np.array([count], np.int32),
+            )  # fmt: skip
+            start += width
+            if start < length:
+                yield width, None
+        yield widths[-1], start_row(plan, params, state, prompt, self.shape.capacity)
+
+    def _encode(self, image: PatchedImage) -> Array:
+        size = fit(len(image.patches), self.shape.image_sizes)
+        return encode_image_batch(self.plan, self.params, *stack_images([image], size))[0]
+
+    def _widths(self, length: int) -> list[int]:
+        full, rest = divmod(length, self.shape.widths[-1])
+        widths = [self.shape.widths[-1]] * full
+        return widths + ([fit(rest, self.shape.widths)] if rest else [])
+
+
+def fit(count: int, sizes: Sequence[int]) -> int:
+    """The smallest of ascending sizes that holds `count`.
+
+    Raises:
+        ValueError: none does.
+    """
+    for size in sizes:
+        if size >= count:
+            return size
+    raise ValueError(f"{count} is more than the largest size {max(sizes, default=0)}")
