@@ -1,4 +1,5 @@
-"""Answer prompts in batches: `python serve.py --target demo` (all options: `--help`)."""
+"""Answer prompts in batches: `python serve.py --target demo`; with `--port 8000` serve them over
+HTTP (all options: `--help`)."""
 
 import logging
 import os
@@ -20,6 +21,10 @@ def main() -> int:
 
     keep_compiled_programs()
     try:
+        if config.port is not None:
+            from mmflash_jax.server.start import serve
+
+            return serve(config, config.port)
         return run(config)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,3 +11,20 @@ def keep_compiled_programs() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     jax.config.update("jax_compilation_cache_dir", str(cache / "mmflash-jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_programs = 0
+
+
+def _count(event: str, _: float, **__: object) -> None:
+    global _programs
+    _programs += event == _COMPILE_EVENT
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def compiled_programs() -> int:
+    """Programs that this process has compiled, or read from the cache, since this import."""
+    return _programs

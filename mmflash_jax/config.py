@@ -23,7 +23,8 @@ Ablation = Literal["blank", "patchmask", "pixelate", "noise", "textonly"]
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Batched generation: answer prompts, compare with plain decoding, report."""
+    """Batched generation (answer prompts, compare with plain decoding, report), or with `port` a
+    server."""
 
     target: str = "demo"
     """Short name, local folder or hub id of the target."""
@@ -63,11 +64,32 @@ class ServeConfig:
     """Let the model reason before it answers, or not. Default: what its chat template does."""
     model_parallel: int = 1
     """Devices over which the target's weights are split."""
+    port: int | None = None
+    """Serve an OpenAI-compatible API at this port. Default: answer prompts and end."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for all of this machine's."""
+    served_name: str | None = None
+    """Name of the model for clients. Default: the value of target."""
+    api_key: str | None = None
+    """Key that clients must send. Default: none."""
+    max_queue: int = 64
+    """Requests that may wait for a row; more are turned away for now."""
+    image_root: Path | None = None
+    """Folder whose files clients may name as file:// images. Default: no files."""
+    max_images: int = 8
+    """Most images of a request."""
+    max_image_mb: float = 20.0
+    """Largest file of an image, in MiB."""
 
     def __post_init__(self) -> None:
         _positive(
-            self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale"
-        )
+            self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale",
+            "max_queue", "max_images", "max_image_mb",
+        )  # fmt: skip
+        if self.port is not None and not 0 <= self.port < 2**16:
+            raise ConfigError(f"port is {self.port}, it must be from 0 to 65535")
+        if self.image_root is not None and not self.image_root.is_dir():
+            raise ConfigError(f"image_root is {self.image_root}, there is no such folder")
 
 
 @dataclass(frozen=True)

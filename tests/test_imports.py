@@ -27,6 +27,7 @@ RANK = {
     "engine": 6,
     "evaluation": 7,
     "training": 8,
+    "server": 8,
 }
 # Targets and drafters meet in decoding only.
 NEVER = {("targets", "drafters"), ("drafters", "targets"), ("pallas_kernels", "mmflash_jax")}

@@ -142,7 +142,9 @@ def encode_media(
     return jnp.pad(media, ((0, bucket(rows, 64) - rows), (0, 0))), first_row
 
 
-def stack_images(images: Sequence[PatchedImage], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def stack_images(
+    images: Sequence[PatchedImage], size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = 1 << (len(images) - 1).bit_length()
     patches = np.zeros((count, size, images[0].patches.shape[1]), np.float32)
     # An absent image has a few patches, so that no row of its attention is empty.

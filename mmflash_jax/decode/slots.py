@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from mmflash_jax.decode.adjust import gather_adjustments
+from mmflash_jax.decode.adjust import NEUTRAL, gather_adjustments
+from mmflash_jax.decode.logprobs import no_logprobs
 from mmflash_jax.decode.prefill import (
     PrefillState,
     empty_prompts,
@@ -28,7 +29,7 @@ from mmflash_jax.decode.prefill import (
     stack_images,
 )
 from mmflash_jax.decode.records import ABSENT, DecodeState, PatchedImage, Plan, Prompt
-from mmflash_jax.decode.sampling import pack
+from mmflash_jax.decode.sampling import GREEDY, pack
 from mmflash_jax.decode.step import step
 from mmflash_jax.layers.schema import Params
 
@@ -72,7 +73,9 @@ class Emission:
     committed: Array
 
 
-def start_row(plan: Plan, params: Params, filled: PrefillState, prompt: Prompt, room: int) -> Any:
+def start_row(
+    plan: Plan, params: Params, filled: PrefillState, prompt: Prompt, room: int
+) -> DecodeState:
     """A batch of one row, ready for `insert`: prompt in the caches, first token known."""
     return first_token(
         plan, params, filled.cache, filled.draft, filled.last,
@@ -86,72 +89,62 @@ def start_row(plan: Plan, params: Params, filled: PrefillState, prompt: Prompt, 
     )  # fmt: skip
 
 
-def empty_slots(plan: Plan, params: Params, shape: Shape) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("plan", "shape"))
+def empty_slots(plan: Plan, shape: Shape) -> DecodeState:
     """A state whose slots are all free."""
-    blank = Prompt(
-        ids=np.zeros(1, np.int32),
-        media_idx=np.full(1, -1, np.int32),
-        positions=np.zeros((plan.target.position_axes, 1), np.int32),
-        rope_shift=0,
-        images=(),
-        max_tokens=1,
+    B, N, V = shape.slots, shape.capacity, plan.target.config.vocab_size
+    zero, nothing = jnp.zeros((B,), jnp.int32), np.zeros(0, np.int32)
+    return DecodeState(
+        tokens=jnp.zeros((B, N), jnp.int32),
+        num_tokens=zero,
+        limit=zero,
+        anchor=zero,
+        length=zero,
+        rope_shift=zero,
+        reason=jnp.full((B,), ABSENT, jnp.int32),
+        steps=zero,
+        committed=jnp.zeros((B, plan.drafter.block), jnp.int32),
+        cache=plan.target.init_cache(B, N, plan.drafter.block),
+        draft=plan.drafter.init_state(B, N),
+        sampling=jax.tree.map(jnp.asarray, pack([GREEDY] * B)),
+        adjustments=jax.tree.map(jnp.asarray, gather_adjustments([(NEUTRAL, nothing)] * B, V)),
+        logprobs=no_logprobs(jnp.zeros((B,), bool), N, V),
     )
-    row = jax.eval_shape(
-        lambda params: start_row(
-            plan, params, empty_prompts(plan, 1, shape.capacity), blank, shape.capacity
-        ),
-        params,
-    )
-    return _zeros(plan, _Abstract.of(row), shape.slots)
 
 
-@dataclass(frozen=True)
-class _Abstract:
-    """Shapes and dtypes of a pytree, hashable."""
+def _row_axes(plan: Plan) -> list[int]:
+    """The axis of each cache array that counts rows; caches are laid out as their owners like."""
 
-    leaves: tuple[tuple[tuple[int, ...], str], ...]
-    structure: Any
+    def shapes(batch: int) -> list[tuple[int, ...]]:
+        made = jax.eval_shape(lambda: jax.tree.leaves(_caches(empty_prompts(plan, batch, 64))))
+        return [leaf.shape for leaf in made]
 
-    @classmethod
-    def of(cls, tree: Any) -> "_Abstract":
-        leaves, structure = jax.tree.flatten(tree)
-        return cls(tuple((x.shape, x.dtype.name) for x in leaves), structure)
-
-
-@functools.partial(jax.jit, static_argnames=("plan", "row", "slots"))
-def _zeros(plan: Plan, row: _Abstract, slots: int) -> DecodeState:
-    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in row.leaves]
-    one = jax.tree.unflatten(row.structure, shapes)
-
-    def several(leaf: Any, axis: int) -> Array:
-        return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis + 1 :]), leaf.dtype)
-
-    state = jax.tree.map(several, one, _row_axes(plan, one))
-    return dataclasses.replace(state, reason=jnp.full((slots,), ABSENT, jnp.int32))
+    pairs = zip(shapes(2), shapes(3), strict=True)
+    differs = ([a == b for a, b in zip(*pair, strict=True)] for pair in pairs)
+    return [same.index(False) for same in differs]
 
 
-def _row_axes(plan: Plan, state: DecodeState) -> DecodeState:
-    """The axis of every array that counts rows; caches are laid out as their owners like."""
-
-    def caches(batch: int) -> PrefillState:
-        return jax.eval_shape(lambda: empty_prompts(plan, batch, 64))
-
-    def axis(two: Any, three: Any) -> int:
-        return [a == b for a, b in zip(two.shape, three.shape, strict=True)].index(False)
-
-    found = jax.tree.map(axis, caches(2), caches(3))
-    axes = jax.tree.map(lambda _: 0, dataclasses.replace(state, cache=(), draft=()))
-    return dataclasses.replace(axes, cache=found.cache, draft=found.draft)
+def _caches(state: DecodeState | PrefillState) -> tuple[Any, Any]:
+    return state.cache, state.draft
 
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def insert(plan: Plan, state: DecodeState, row: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """Put a batch of one row into a slot; nothing of what was there before stays."""
 
-    def write(leaf: Array, one: Array, axis: int) -> Array:
+    def write(leaf: Array, one: Array, axis: int = 0) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, one.astype(leaf.dtype), slot, axis)
 
-    return jax.tree.map(write, state, row, _row_axes(plan, state))
+    leaves, structure = jax.tree.flatten(_caches(state))
+    written = map(write, leaves, jax.tree.leaves(_caches(row)), _row_axes(plan))
+    cache, draft = jax.tree.unflatten(structure, written)
+    # Everything else has its rows on the first axis.
+    rest = jax.tree.map(
+        write,
+        dataclasses.replace(state, cache=(), draft=()),
+        dataclasses.replace(row, cache=(), draft=()),
+    )
+    return dataclasses.replace(rest, cache=cache, draft=draft)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 # Not from the package itself: transformers 5.17 hides the name there where torchvision is missing.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from mmflash_jax.decode.adjust import NEUTRAL, Adjustment
 from mmflash_jax.decode.records import PatchedImage, Prompt
 from mmflash_jax.decode.sampling import GREEDY, SamplingSettings
 from mmflash_jax.engine.images import open_image
@@ -44,6 +45,8 @@ class Request:
     max_tokens: most tokens to generate.
     stop: strings that end the answer; the text returned ends before them.
     sampling: how its tokens are chosen.
+    adjustment: what is done to the logits before.
+    logprobs: whether log-probabilities are asked for.
     """
 
     id: str = ""
@@ -54,6 +57,8 @@ class Request:
     max_tokens: int = 256
     stop: Sequence[str] = ()
     sampling: SamplingSettings = GREEDY
+    adjustment: Adjustment = NEUTRAL
+    logprobs: bool = False
 
 
 class PromptTarget(Protocol):
@@ -160,6 +165,8 @@ class PromptEncoder:
             images=images,
             max_tokens=request.max_tokens,
             sampling=request.sampling,
+            adjustment=request.adjustment,
+            logprobs=request.logprobs,
         )
 
     def render(self, request: Request) -> str:

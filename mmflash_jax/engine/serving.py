@@ -1,0 +1,396 @@
+"""The serving engine: requests join and leave a running batch between short loop runs.
+
+One thread owns the device state. Each turn it drops what was cancelled, gives prefill one chunk's
+worth of tokens (so that a long prompt holds up the others by one chunk at a time), runs the fused
+loop for a few steps and tells every request what it gained. Requests are admitted in the order in
+which they came.
+"""
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from mmflash_jax.decode.records import (
+    FINISH_REASONS,
+    DecodeState,
+    PatchedImage,
+    Plan,
+    Prompt,
+)
+from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, insert, release, run
+from mmflash_jax.engine.metrics import Metrics
+from mmflash_jax.layers.schema import Params
+
+log = logging.getLogger(__name__)
+
+PREFILLS_AT_ONCE = 2
+"""Prompts that are prefilled in turns: a short one overtakes a long one that came before it."""
+
+
+class RefusedError(ValueError):
+    """A request that can never be answered here; the message has the numbers."""
+
+
+class BusyError(RuntimeError):
+    """The queue is full or the engine is going down: the same request may succeed later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Of one token, in nats: its own log-probability and the likeliest tokens', likeliest first."""
+
+    chosen: float
+    ids: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a run of the loop added to a request.
+
+    ids: new tokens. logprobs: one for each of them if the request asks for them.
+    finish_reason: "stop" or "length" with the last update, "error" if there will be no more.
+    steps, committed: of the whole request so far (`DecodeState`).
+    """
+
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+    steps: int = 0
+    committed: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One request inside the engine; `deliver` is called in the engine's thread."""
+
+    prompt: Prompt
+    deliver: Callable[[Update], object]
+    came: float = field(default_factory=time.monotonic)
+    told_at: float = 0.0
+    seen: int = 0
+    committed: np.ndarray | None = None
+    cancelled: bool = False
+    why: str = "cancelled"
+
+
+@dataclass(eq=False)
+class _Prefill:
+    ticket: Ticket
+    pieces: Iterator[tuple[int, DecodeState | None]]
+
+
+class Engine:
+    """Slots over the fused loop. `submit` and `cancel` may be called from any thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        params: Params,
+        shape: Shape,
+        *,
+        queue: int = 64,
+        metrics: Metrics | None = None,
+    ):
+        self.plan, self.params, self.shape, self.queue = plan, params, shape, queue
+        self.metrics = metrics or Metrics(plan.drafter.block)
+        self.failure: BaseException | None = None
+        self.beat = time.monotonic()
+        self._pieces = Pieces.of(plan, params, shape)
+        self._state = empty_slots(plan, shape)
+        self._slots: list[Ticket | None] = [None] * shape.slots
+        self._waiting: collections.deque[Ticket] = collections.deque()
+        self._prefills: collections.deque[_Prefill] = collections.deque()
+        self._changed = threading.Condition()
+        self._closing = self._ended = False
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+
+    def warm_up(self, image: PatchedImage | None = None) -> None:
+        """Compile every program that requests can need; `image` shows the width of patches.
+
+        Call it before `start`.
+        """
+        for width in self.shape.widths:
+            self._warm(min(width, self.shape.capacity - 1), ())
+        if image is not None:
+            channels = image.patches.shape[1]
+            for size in self.shape.image_sizes:
+                patches = np.zeros((size, channels), np.float32)
+                blank = PatchedImage(patches=patches, rows=2, columns=2, num_tokens=1)
+                self._warm(1, (blank,))
+        self.metrics.warmed_up()
+
+    def _warm(self, length: int, images: tuple[PatchedImage, ...]) -> None:
+        prompt = Prompt(
+            ids=np.zeros(length, np.int32),
+            media_idx=np.full(length, -1, np.int32),
+            positions=np.zeros((self.plan.target.position_axes, length), np.int32),
+            rope_shift=0,
+            images=images,
+            max_tokens=2,
+        )
+        self._slots[0] = Ticket(prompt, lambda _: None)
+        for _, row in self._pieces.prefill(prompt):
+            if row is not None:
+                self._state = insert(self.plan, self._state, row, np.int32(0))
+        since = np.zeros(self.shape.slots, np.int32)
+        self._state, emission = run(
+            self.plan, self.params, self._state, since, steps=self.shape.steps
+        )
+        jax.block_until_ready(emission)
+        self._free([0])
+
+    # ---- from any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a prompt that no free engine could answer either.
+
+        Raises:
+            RefusedError: with the numbers.
+        """
+        length, wanted, most = len(prompt.ids), prompt.max_tokens, self.shape.capacity
+        if length + wanted > most:
+            raise RefusedError(
+                f"the prompt has {length} tokens and up to {wanted} more are asked for, "
+                f"{length + wanted} in all; a row holds {most}"
+            )
+        largest = max(self.shape.image_sizes, default=0)
+        for place, image in enumerate(prompt.images, start=1):
+            if len(image.patches) > largest:
+                raise RefusedError(
+                    f"image {place} has {len(image.patches)} patches, at most {largest} are served"
+                )
+
+    def submit(self, prompt: Prompt, deliver: Callable[[Update], object]) -> Ticket:
+        """Queue a prompt. `deliver` gets updates until one has a finish reason, then no more.
+
+        Raises:
+            RefusedError: it can never be answered here.
+            BusyError: the queue is full, or the engine is going down.
+        """
+        self.check(prompt)
+        ticket = Ticket(prompt, deliver)
+        with self._changed:
+            if self._closing or self._ended:
+                raise BusyError("the server is shutting down")
+            if len(self._waiting) >= self.queue:
+                raise BusyError(f"{len(self._waiting)} requests wait already, the queue is full")
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket, why: str = "cancelled") -> None:
+        """Forget a request: it leaves the queue or its slot before the next run.
+
+        `why` is what metrics count it as.
+        """
+        with self._changed:
+            ticket.cancelled, ticket.why = True, why
+            self._changed.notify()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def occupied(self) -> int:
+        """Slots that are in use or spoken for."""
+        return sum(ticket is not None for ticket in self._slots) + len(self._prefills)
+
+    def stuck(self, after_s: float) -> str | None:
+        """Why the loop does not advance, None if it does or has nothing to do."""
+        if self.failure is not None:
+            return f"the engine failed: {self.failure}"
+        if not self._thread.is_alive():
+            return "the engine is not running"
+        idle = not (self.occupied or self._waiting)
+        silent = time.monotonic() - self.beat
+        if idle or silent < after_s:
+            return None
+        return f"the engine has not finished a turn for {silent:.0f} s"
+
+    def stop(self, patience_s: float = 0.0) -> None:
+        """Take no more requests, finish those that are here within `patience_s`, end the rest."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(patience_s)
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+        self._thread.join()
+
+    # ---- in the engine's thread
+
+    def _serve(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._turn()
+            self._end_all("the server is shutting down")
+        except BaseException as error:
+            log.exception("the engine failed")
+            self.failure = error
+            with self._changed:
+                self._ended = True
+            self._end_all(f"the engine failed: {type(error).__name__}")
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; False if the engine should end."""
+        with self._changed:
+            while True:
+                self.beat = time.monotonic()
+                if self._ended:
+                    return False
+                if self._waiting or self.occupied:
+                    return True
+                if self._closing:
+                    return False
+                self._changed.wait()
+
+    def _turn(self) -> None:
+        self._drop_cancelled()
+        self._begin_prefills()
+        self._prefill(self.shape.widths[-1])
+        if any(self._slots):
+            self._decode()
+        self.metrics.turn(self.occupied, self.waiting)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            gone = [t for t in self._waiting if t.cancelled]
+            self._waiting = collections.deque(t for t in self._waiting if not t.cancelled)
+        gone += [p.ticket for p in self._prefills if p.ticket.cancelled]
+        self._prefills = collections.deque(p for p in self._prefills if not p.ticket.cancelled)
+        held = {slot: t for slot, t in enumerate(self._slots) if t is not None and t.cancelled}
+        self._free(list(held))
+        for ticket in (*gone, *held.values()):
+            self.metrics.finished(ticket.why)
+
+    def _begin_prefills(self) -> None:
+        with self._changed:
+            while (
+                self._waiting
+                and len(self._prefills) < PREFILLS_AT_ONCE
+                and self.occupied < self.shape.slots
+            ):
+                ticket = self._waiting.popleft()
+                self._prefills.append(_Prefill(ticket, self._pieces.prefill(ticket.prompt)))
+
+    def _prefill(self, tokens: int) -> None:
+        """Work on prompts in turns, one piece each, until about `tokens` are done."""
+        while self._prefills and tokens > 0:
+            one = self._prefills.popleft()
+            try:
+                done, row = next(one.pieces)
+            except Exception as error:
+                # Nothing of the running state was touched: the others go on.
+                log.exception("a prompt failed")
+                self._fail(one.ticket, f"the prompt failed: {type(error).__name__}")
+                self._begin_prefills()
+                continue
+            tokens -= done
+            if row is None:
+                self._prefills.append(one)
+                continue
+            self.metrics.prefilled(len(one.ticket.prompt.ids))
+            slot = self._slots.index(None)
+            # First, so that a failure below finds the request and tells it.
+            self._slots[slot] = one.ticket
+            self._state = insert(self.plan, self._state, row, np.int32(slot))
+            self._begin_prefills()
+
+    def _decode(self) -> None:
+        since = np.array([t.seen if t else 0 for t in self._slots], np.int32)
+        self._state, emission = run(
+            self.plan, self.params, self._state, since, steps=self.shape.steps
+        )
+        told = _to_host(emission, any(t is not None and t.prompt.logprobs for t in self._slots))
+        ended = []
+        for slot, ticket in enumerate(self._slots):
+            if ticket is not None and self._tell(ticket, slot, told):
+                ended.append(slot)
+        self._free(ended)
+
+    def _tell(self, ticket: Ticket, slot: int, told: Emission) -> bool:
+        """Deliver what a row gained; whether it has ended."""
+        new = int(told.num_tokens[slot]) - ticket.seen
+        reason = FINISH_REASONS.get(int(told.reason[slot]))
+        if not new and reason is None:
+            return False
+        logprobs = ()
+        if ticket.prompt.logprobs:
+            parts = zip(told.chosen[slot], told.likeliest[slot], told.values[slot], strict=True)
+            logprobs = tuple(
+                TokenLogprobs(chosen=float(chosen), ids=ids, values=values)
+                for chosen, ids, values in list(parts)[:new]
+            )
+        committed = np.asarray(told.committed[slot])
+        self.metrics.gained(ticket, new, committed)
+        ticket.seen += new
+        ticket.committed = committed
+        _deliver(
+            ticket,
+            Update(
+                ids=tuple(int(id) for id in told.ids[slot, :new]),
+                logprobs=logprobs,
+                finish_reason=reason,
+                steps=int(told.steps[slot]),
+                committed=tuple(int(count) for count in committed),
+            ),
+        )
+        if reason is not None:
+            self.metrics.finished(reason)
+        return reason is not None
+
+    def _free(self, slots: list[int]) -> None:
+        if not slots:
+            return
+        mask = np.zeros(self.shape.slots, bool)
+        mask[slots] = True
+        self._state = release(self._state, mask)
+        for slot in slots:
+            self._slots[slot] = None
+
+    def _end_all(self, why: str) -> None:
+        with self._changed:
+            tickets = [*self._slots, *(p.ticket for p in self._prefills), *self._waiting]
+            self._slots = [None] * self.shape.slots
+            self._prefills.clear()
+            self._waiting.clear()
+        for ticket in tickets:
+            if ticket is not None and not ticket.cancelled:
+                self._fail(ticket, why)
+
+    def _fail(self, ticket: Ticket, why: str) -> None:
+        _deliver(ticket, Update(finish_reason="error", error=why))
+        self.metrics.finished("error")
+
+
+def _deliver(ticket: Ticket, update: Update) -> None:
+    """Hand over an update; a receiver that is gone ends its own request only."""
+    try:
+        ticket.deliver(update)
+    except Exception:
+        log.exception("an update could not be delivered")
+        ticket.cancelled = True
+
+
+def _to_host(emission: Emission, logprobs: bool) -> Any:
+    """The emission as numpy arrays; log-probabilities only if somebody asked for them."""
+    wanted = {
+        name: value
+        for name, value in vars(emission).items()
+        if logprobs or name not in ("chosen", "likeliest", "values")
+    }
+    return Emission(**{**vars(emission), **jax.device_get(wanted)})

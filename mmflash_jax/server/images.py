@@ -1,0 +1,83 @@
+"""Where a request's images may come from.
+
+Data URLs, plain base64, and files under one allowed folder. Nothing is fetched: a server that
+opens addresses which strangers name reaches into its own network.
+"""
+
+import base64
+import binascii
+import urllib.parse
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmflash_jax.engine.images import ImageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageLimits:
+    """root: folder whose files may be named, None for no files. count: images of a request."""
+
+    root: Path | None = None
+    most_bytes: int = 20 * 2**20
+    count: int = 8
+
+
+def read_image(url: str, limits: ImageLimits, *, name: str) -> bytes:
+    """The bytes of an image that a request names.
+
+    Raises:
+        ImageError: it is too large, not readable, or from where nothing is taken.
+    """
+    scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
+    if scheme == "data":
+        return _from_data_url(url, limits, name)
+    if scheme in ("http", "https"):
+        raise ImageError(
+            f"{name}: http(s) addresses are not fetched by this server; send the image as a data "
+            "URL (data:image/png;base64,...)"
+        )
+    if scheme == "file":
+        return _from_file(url, limits, name)
+    if scheme:
+        raise ImageError(f"{name}: {scheme!r} addresses are not supported; send a data URL")
+    return _decode(url, limits, name)
+
+
+def _from_data_url(url: str, limits: ImageLimits, name: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma:
+        raise ImageError(f"{name}: the data URL has no comma between its type and its data")
+    if not head.lower().endswith(";base64"):
+        raise ImageError(f"{name}: the data URL must be base64 (data:image/png;base64,...)")
+    return _decode(data, limits, name)
+
+
+def _decode(text: str, limits: ImageLimits, name: str) -> bytes:
+    # Checked before decoding: three bytes take four characters.
+    _check_size(len(text) // 4 * 3, limits, name)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"{name}: not valid base64 ({error})") from None
+
+
+def _from_file(url: str, limits: ImageLimits, name: str) -> bytes:
+    if limits.root is None:
+        raise ImageError(f"{name}: this server reads no files (--image-root)")
+    path = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
+    try:
+        # Links are followed first: what counts is where the file really is.
+        real = path.resolve(strict=True)
+        inside = real.is_relative_to(limits.root.resolve()) and real.is_file()
+    except (OSError, ValueError):
+        inside = False
+    if not inside:
+        # The same words for all, so that nobody learns what exists elsewhere.
+        raise ImageError(f"{name}: no such file under the allowed folder")
+    _check_size(real.stat().st_size, limits, name)
+    return real.read_bytes()
+
+
+def _check_size(count: int, limits: ImageLimits, name: str) -> None:
+    if count > limits.most_bytes:
+        raise ImageError(f"{name}: {count} bytes, at most {limits.most_bytes} are taken")

@@ -1,0 +1,79 @@
+"""From settings to a running server."""
+
+import logging
+
+import uvicorn
+
+from mmflash_jax.config import ServeConfig
+from mmflash_jax.decode.sampling import SamplingSettings
+from mmflash_jax.decode.slots import Shape
+from mmflash_jax.engine.planning import (
+    check_memory,
+    chunk_sizes,
+    free_memory,
+    image_sizes,
+    large_image,
+)
+from mmflash_jax.engine.serving import Engine
+from mmflash_jax.evaluation.batch import Session, load
+from mmflash_jax.server.app import Site, make_app
+from mmflash_jax.server.generate import Defaults
+from mmflash_jax.server.images import ImageLimits
+
+log = logging.getLogger(__name__)
+
+
+def make_site(config: ServeConfig, session: Session) -> Site:
+    """A warmed-up engine for a loaded pair, and what the routes need besides it.
+
+    Raises:
+        DoesNotFitError: the caches are larger than the device.
+    """
+    plan, params = session.plan, session.params
+    capacity = min(config.max_length, plan.target.config.max_position_embeddings)
+    largest = large_image(session.encoder)
+    shape = Shape(
+        slots=config.batch,
+        capacity=capacity,
+        widths=chunk_sizes(capacity),
+        image_sizes=image_sizes(largest, capacity, plan.target.image_side),
+    )
+    check_memory(plan, shape, free_memory())
+    engine = Engine(plan, params, shape, queue=config.max_queue)
+    engine.warm_up(largest)
+    sampling = SamplingSettings(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+    )
+    return Site(
+        engine=engine,
+        encoder=session.encoder,
+        model=config.served_name or config.target,
+        defaults=Defaults(max_tokens=config.max_tokens, sampling=sampling),
+        images=ImageLimits(
+            root=config.image_root,
+            most_bytes=int(config.max_image_mb * 2**20),
+            count=config.max_images,
+        ),
+        api_key=config.api_key,
+    )
+
+
+def serve(config: ServeConfig, port: int) -> int:
+    """Load, compile, then answer until told to stop; returns the exit code."""
+    print(f"loading {config.target} and compiling; the first start takes longest", flush=True)
+    site = make_site(config, load(config))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(site),
+            host=config.host,
+            port=port,
+            log_level="warning",
+            timeout_graceful_shutdown=int(site.patience_s),
+        )
+    )
+    print(f"{site.model} is served at http://{config.host}:{port}/v1", flush=True)
+    server.run()
+    return 0 if server.started and site.engine.failure is None else 1
