@@ -17,7 +17,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _programs = 0
 
 
-def _count(event: str, _: float, **__: object) -> None:
+def _count(event: str, duration_secs: float, **_: str | int) -> None:  # noqa: ARG001
     global _programs
     _programs += event == _COMPILE_EVENT
 

@@ -226,6 +226,7 @@ class _Gate:
         error = self._refusal(scope["path"], headers)
         if error is not None:
             self._site.engine.metrics.refused(error.status)
+            await self._drain(receive)
             await error.response()(scope, receive, send)
             return
         await self._app(scope, self._counted(receive), send)
@@ -240,6 +241,15 @@ class _Gate:
         if length.isdigit() and int(length) > self._site.most_body_bytes:
             return self._too_large()
         return None
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read a refused body, within reason: a client that is still sending sees no answer."""
+        left = 4 * self._site.most_body_bytes
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if not message.get("more_body"):
+                return
 
     def _too_large(self) -> APIError:
         most = self._site.most_body_bytes

@@ -64,18 +64,21 @@ def _decode(text: str, limits: ImageLimits, name: str) -> bytes:
 def _from_file(url: str, limits: ImageLimits, name: str) -> bytes:
     if limits.root is None:
         raise ImageError(f"{name}: this server reads no files (--image-root)")
-    path = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path))
-    try:
-        # Links are followed first: what counts is where the file really is.
-        real = path.resolve(strict=True)
-        inside = real.is_relative_to(limits.root.resolve()) and real.is_file()
-    except (OSError, ValueError):
-        inside = False
-    if not inside:
+    path = _find(urllib.parse.unquote(urllib.parse.urlsplit(url).path), limits.root)
+    if path is None:
         # The same words for all, so that nobody learns what exists elsewhere.
         raise ImageError(f"{name}: no such file under the allowed folder")
-    _check_size(real.stat().st_size, limits, name)
-    return real.read_bytes()
+    _check_size(path.stat().st_size, limits, name)
+    return path.read_bytes()
+
+
+def _find(name: str, root: Path) -> Path | None:
+    try:
+        # Links are followed first: what counts is where the file really is.
+        real = Path(name).resolve(strict=True)
+        return real if real.is_relative_to(root.resolve()) and real.is_file() else None
+    except (OSError, ValueError):
+        return None
 
 
 def _check_size(count: int, limits: ImageLimits, name: str) -> None:

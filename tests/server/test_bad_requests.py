@@ -1,6 +1,8 @@
 """Requests that cannot be answered: a 4xx with a readable reason, and the server lives on."""
 
 import base64
+import concurrent.futures
+import dataclasses
 import io
 import json
 import os
@@ -9,29 +11,39 @@ import urllib.request
 import warnings
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from starlette.testclient import TestClient
 
+from mmflash_jax.server.app import make_app
 from tests.server.conftest import CHARTS, SAMPLES, data_url, message, wait_until
 
 ONE_PIXEL = data_url(Image.new("RGB", (1, 1)))
 
 
-def post(served, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
-    """Status and body; anything that is not JSON already is sent as it stands."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+def send(served, path: str, content: bytes | None) -> tuple[int, bytes]:
+    """Status and body of the answer; no content makes it a GET."""
     request = urllib.request.Request(
-        served.url + path, content, {"Content-Type": "application/json", **headers}
+        served.url + path, content, {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request) as answer:
-            return answer.status, json.loads(answer.read() or b"null")
+            return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, json.load(error)
+            return error.code, error.read()
+
+
+def post(served, path: str, body: Any) -> tuple[int, Any]:
+    """Status and JSON; a body of bytes is sent as it stands."""
+    status, content = send(
+        served, path, body if isinstance(body, bytes) else json.dumps(body).encode()
+    )
+    return status, json.loads(content)
 
 
 def refused(served, status: int = 400, path: str = "/v1/chat/completions", **body: Any) -> str:
@@ -169,7 +181,7 @@ PHOTO = png(Image.effect_noise((64, 48), 80).convert("RGB"), "JPEG")
         ("data:image/png;base64,@@@@", "base64"),
         ("data:image/png;base64" + base64.b64encode(PHOTO).decode(), "comma"),
         ("data:image/png,abc", "must be base64"),
-        (data_url(HUGE), "400000000 pixels"),
+        (data_url(HUGE), "67108864 pixels allowed"),
         (data_url(bytes(300_000)), "at most 262144"),
         ("http://127.0.0.1:1/a.png", "not fetched"),
         ("https://example.com/a.png", "not fetched"),
@@ -203,7 +215,9 @@ def test_too_many_images_and_placeholders_in_text(served):
     """B06: counts are named."""
     text = refused(served, messages=[message("What?", *[ONE_PIXEL] * 4)])
     assert "more than 3 images" in text
-    pad = served.session.encoder.tokenizer.decode([served.session.plan.target.config.image_token_id])
+    pad = served.session.encoder.tokenizer.decode(
+        [served.session.plan.target.config.image_token_id]
+    )
     assert "image" in refused(served, messages=[message(f"What? {pad}", ONE_PIXEL)])
 
 
@@ -214,16 +228,47 @@ def test_bodies_that_are_no_request(served):
         assert answer["error"]["type"] == "invalid_request_error"
     assert post(served, "/v1/chat/completions", b" " * 3_000_000)[0] == 413
     assert post(served, "/v1/nothing", {})[0] == 404
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{served.url}/v1/chat/completions")
-    with caught.value as error:
-        assert error.code == 405
-        assert json.load(error)["error"]["type"] == "invalid_request_error"
+    status, content = send(served, "/v1/chat/completions", None)
+    assert status == 405
+    assert json.loads(content)["error"]["type"] == "invalid_request_error"
+
+
+def test_an_api_key_is_asked_for(served):
+    """Of the API alone: health and metrics stay open."""
+    app = make_app(dataclasses.replace(served.site, api_key="secret"))
+    # Not entered: this second front must not start the engine again.
+    client = TestClient(app)
+    wrong = {}, {"Authorization": "Bearer no"}, {"Authorization": "Bearer secret2"}
+    for headers in wrong:
+        answer = client.get("/v1/models", headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert client.get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+    assert client.get("/health").status_code == 200
+    assert client.get("/metrics").status_code == 200
+
+
+def test_a_full_queue_asks_to_come_back(served):
+    """More than rows and queue hold: 503 with Retry-After for some, answers for the others."""
+    body = {"model": "demo", "messages": [message("Hi")], "max_tokens": 60, "temperature": 3.0}
+
+    def ask(_: int) -> tuple[int, str | None]:
+        with httpx2.Client(timeout=120) as client:
+            got = client.post(f"{served.url}/v1/chat/completions", json={**body, "n": 10})
+            return got.status_code, got.headers.get("retry-after")
+
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(ask, range(12)))
+    assert {status for status, _ in answers} == {200, 503}
+    assert all((status == 503) == (retry is not None) for status, retry in answers)
+    wait_until(served.idle)
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 PART = st.one_of(
@@ -232,7 +277,10 @@ PART = st.one_of(
         {
             "type": st.just("image_url"),
             "image_url": st.fixed_dictionaries(
-                {"url": st.sampled_from([ONE_PIXEL, "data:,", "data:;base64,"]) | st.text(max_size=9)}
+                {
+                    "url": st.sampled_from([ONE_PIXEL, "data:,", "data:;base64,"])
+                    | st.text(max_size=9)
+                }
             ),
         }
     ),
@@ -291,23 +339,18 @@ def test_no_body_makes_a_server_error(served, path, bodies):
         deadline=None,
         database=None,
         derandomize=EXAMPLES == 60,
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much),
     )
     @given(body=bodies)
     def attack(body):
         # A limit keeps good bodies short.
         body = {"max_tokens": 3, **body}
-        content = json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{served.url}/v1/{path}", content, {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request) as answer:
-                assert b'"error"' not in answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                assert error.code in (400, 404), error.read()
-                assert json.load(error)["error"]["message"]
+        status, content = send(served, f"/v1/{path}", json.dumps(body).encode())
+        assert status in (200, 400, 404), content
+        if status != 200:
+            assert json.loads(content)["error"]["message"]
+        else:
+            assert b'"error"' not in content
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
