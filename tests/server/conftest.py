@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import openai
 import pytest
 import uvicorn
 from PIL import Image
 
 from mmflash_jax.config import ServeConfig
-from mmflash_jax.decode.records import Prompt
-from mmflash_jax.engine.offline import answer
+from mmflash_jax.decode.loop import decode
+from mmflash_jax.decode.prefill import prefill
+from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.drafters import NoDraft
 from mmflash_jax.evaluation.batch import Session, load
 from mmflash_jax.registry import DEMO
 from mmflash_jax.server.app import Site, make_app
@@ -23,6 +26,7 @@ from mmflash_jax.server.start import make_site
 
 SAMPLES = DEMO / "samples"
 CHARTS = sorted(SAMPLES.glob("*.png"))
+CAPACITY, ROWS = 448, 8
 
 
 class Served(NamedTuple):
@@ -39,10 +43,19 @@ class Served(NamedTuple):
             model="demo", messages=[message(text, *images)], **{"max_tokens": 100, **more}
         )
 
-    def plain(self, prompts: Sequence[Prompt]) -> list[tuple[int, ...]]:
-        """Ids of plain decoding of the same prompts, outside of the server."""
-        done = answer(self.session.plain, self.session.params, prompts, batch=8)
-        return [completion.token_ids for completion in done.completions]
+    def plain(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Ids of plain decoding of the same prompts, outside of the server and without a draft."""
+        plan = Plan(self.session.plan.target, NoDraft(), self.session.plan.stop_ids)
+        ids: list[list[int]] = []
+        for at in range(0, len(prompts), ROWS):
+            part = list(prompts[at : at + ROWS])
+            # Always the same shapes, so that one program serves all tests.
+            padded = part + [None] * (ROWS - len(part))
+            state = prefill(plan, self.session.params, padded, capacity=CAPACITY, room=128)
+            state = decode(plan, self.session.params, state, 10**6)
+            tokens, counts = np.asarray(state.tokens), np.asarray(state.num_tokens)
+            ids += [tokens[row, : counts[row]].tolist() for row in range(len(part))]
+        return ids
 
     def idle(self) -> bool:
         return self.site.engine.occupied == self.site.engine.waiting == 0
@@ -77,7 +90,7 @@ def served(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("images")
     (root / "chart.png").write_bytes(CHARTS[0].read_bytes())
     config = ServeConfig(
-        batch=4, max_length=448, max_queue=40, image_root=root, max_images=3, max_image_mb=0.25
+        batch=4, max_length=CAPACITY, max_queue=40, image_root=root, max_images=3, max_image_mb=0.25
     )
     session = load(config)
     site = make_site(config, session)
