@@ -162,7 +162,7 @@ def compare(arguments: Compare) -> dict[str, Any]:
     from mmflash_jax.load import load_target
 
     target, params = load_target(arguments.folder / "target", arguments.dtype)
-    prompt = _prompt(target, arguments.length, 0, arguments.length + 1)
+    prompt = random_prompt(target, arguments.length, 0, arguments.length + 1)
     plan, everything = Plan(target, NoDraft(), ()), {"target": params}
     media, first_row = encode_media(plan, everything, [prompt])
     ids, media_idx, positions = pad_prompts(plan, [prompt], first_row, arguments.length)
@@ -287,7 +287,7 @@ def measure(arguments: Measure) -> dict[str, Any]:
     warm, capacity = 5, arguments.context + 16 * (arguments.steps + 16)
     capacity = -(-capacity // 64) * 64
     for batch in arguments.batches:
-        prompts = [_prompt(target, arguments.context, row, capacity) for row in range(batch)]
+        prompts = [random_prompt(target, arguments.context, row, capacity) for row in range(batch)]
         for name in arguments.drafters:
             plan = Plan(target, drafter if name == "dflash" else NoDraft(), ())
             began = time.perf_counter()
@@ -322,7 +322,7 @@ def measure(arguments: Measure) -> dict[str, Any]:
     return result
 
 
-def _prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
+def random_prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
     """Random text around one picture of noise, 16 or so patches a side."""
     import numpy as np
 
@@ -338,7 +338,8 @@ def _prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
         columns=rows,
         num_tokens=tokens,
     )
-    ids = rng.integers(16, 240000, length).astype(np.int32)
+    ids = rng.integers(target.config.vocab_size, size=length).astype(np.int32)
+    ids[ids == target.config.image_token_id] = 0
     ids[8 : 8 + tokens] = target.config.image_token_id
     positions, shift = target.prompt_positions(ids, [(rows // side, rows // side)])
     is_media = ids == target.config.image_token_id
