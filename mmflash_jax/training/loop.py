@@ -73,9 +73,7 @@ def fit(
     settings = config.optimiser
     wide = DFlash(plan.drafter.config, "float32")  # pyright: ignore[reportAttributeAccessIssue]
     mesh = make_training_mesh(config.mesh.data, config.mesh.fsdp)
-    recipe = Recipe(
-        plan, make_optimiser(settings), config.objective, settings.seed, settings.accumulate, mesh
-    )
+    recipe = Recipe(plan, make_optimiser(settings), config.objective, settings.accumulate, mesh)
     source = batches(rows, settings.batch * settings.accumulate, config.row_length, settings.seed)
     params = wide.init_params(settings.seed)
     if mesh is not None:
@@ -101,7 +99,7 @@ def fit(
             disable=not writes,
         ):  # fmt: skip
             batch = to_devices(next(source), mesh)
-            state, metrics = train_step(recipe, target_params, state, batch)
+            state, metrics = train_step(recipe, target_params, state, batch, settings.seed)
             last = number == settings.steps
             logs = number % config.log_every == 0 or last
             # Processes hear of a signal at different times and must stop at the same step.

@@ -37,7 +37,6 @@ class Recipe:
     plan: Plan
     transform: optax.GradientTransformation
     objective: ObjectiveConfig
-    seed: int = 0
     accumulate: int = 1
     mesh: Mesh | None = None
 
@@ -49,7 +48,7 @@ class TrainState:
 
     params: the draft's, float32.
     optimiser: moments and step counts of the optimiser.
-    step: updates made so far. Random numbers of a step follow from the seed and this.
+    step: updates made so far. Random numbers of a step follow from the run's seed and this.
     bad_step: the first step whose loss or gradient was not finite, 0 if there was none. It stays
         on the device, so that the loop need not wait for every step to know.
     """
@@ -96,9 +95,13 @@ def _keep_split(state: TrainState, mesh: Mesh | None) -> TrainState:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def train_step(
-    recipe: Recipe, target_params: Params, state: TrainState, batch: dict[str, Any]
+    recipe: Recipe,
+    target_params: Params,
+    state: TrainState,
+    batch: dict[str, Any],
+    seed: Array | int = 0,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update, and its `METRICS`.
+    """One update, and its `METRICS`. Runs of another `seed` share the compiled program.
 
     The parts of an accumulated batch count as in one pass over all of it: gradients and losses
     are sums over slots, divided once by the weight of all slots. `accuracy` and `kept` are means
@@ -108,7 +111,7 @@ def train_step(
     objective = recipe.objective
     # Drawn for the whole batch: the same blocks, however many parts it has.
     anchors, valid = sample_anchors(
-        jax.random.fold_in(jax.random.key(recipe.seed), number),
+        jax.random.fold_in(jax.random.key(seed), number),
         batch["prompt_len"], batch["total_len"], objective.anchors, batch["ids"].shape[1],
         token_weight=batch.get("weight"),
     )  # fmt: skip

@@ -10,17 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.config import DraftShape, TrainConfig
+from mmflash_jax.config import DraftShape, TrainConfig, VisualConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.drafters.dflash_config import Config as DraftConfig
 from mmflash_jax.drafters.dflash_config import default_layer_ids
-from mmflash_jax.engine.offline import answer
 from mmflash_jax.engine.prompts import PromptEncoder
-from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
-from mmflash_jax.evaluation.exactness import compare
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
@@ -35,6 +32,7 @@ from mmflash_jax.training.answers import answers_of
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row, make_row, prompt_requests
 from mmflash_jax.training.export import write_draft
+from mmflash_jax.training.held_out import answer_held_out, evaluate
 from mmflash_jax.training.loop import fit
 from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
@@ -74,7 +72,11 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
         served, served_params = load_drafter(config.output / "draft", target, dtype)
         everything = {"target": target_params, "drafter": served_params}
         plan = Plan(target, served, plain.stop_ids)
-        figures = evaluate(plan, everything, held_out, config.generate.batch)
+        batch = config.generate.batch
+        # A run without weights asks the same question of its draft.
+        visual = config.visual or VisualConfig()
+        known = answer_held_out(plain, target_params, held_out, encoder, visual, batch)
+        figures = evaluate(plan, everything, known, batch)
         (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
     wait_for_all()
     return figures
@@ -167,22 +169,3 @@ def media_features(
             ]
             features.append(np.concatenate([empty, *pieces]))
     return features
-
-
-def evaluate(
-    plan: Plan, params: dict[str, Params], prompts: Sequence[Prompt], batch: int
-) -> dict[str, Any]:
-    """Decode held-out prompts with the new draft, by the loop that serves."""
-    drafted = answer(plan, params, prompts, batch=batch)
-    plain = answer(Plan(plan.target, NoDraft(), plan.stop_ids), params, prompts, batch=batch)
-    parity = compare(plan, params, prompts, drafted.completions, plain.completions)
-    return {
-        "prompts": len(prompts),
-        "tau": pooled_tau(drafted.completions),
-        "accepted_per_position": accepted_per_position(drafted.completions),
-        "parity": parity.holds,
-        "equal": sum(parity.equal),
-        # A speed counts only if the answers are the target's own.
-        "tokens_per_s": drafted.timing.tokens_per_s if parity.holds else None,
-        "plain_tokens_per_s": plain.timing.tokens_per_s if parity.holds else None,
-    }
