@@ -22,7 +22,7 @@ import pickle
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -138,10 +138,9 @@ class Prepared:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     keep_compiled_programs()
-    arguments = tyro.extras.subcommand_cli_from_dict(
+    tyro.extras.subcommand_cli_from_dict(
         {"prepare": prepare, "run": run, "report": join}, description=__doc__
     )
-    return arguments
 
 
 def path_of(folder: Path, target: str) -> Path:
@@ -287,9 +286,12 @@ def join(arguments: tyro.conf.OmitArgPrefixes[Report]) -> None:
     """Join the records of all runs: JSON, a table and a plot."""
     files = sorted(arguments.folder.glob("records_*.json"))
     records = [record for file in files for record in json.loads(file.read_text())]
-    commit = arguments.commit or subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    commit = (
+        arguments.commit
+        or subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
     records = mmflash_report.join([{**record, "commit": commit} for record in records])
     arguments.output.write_text(json.dumps(records, indent=2) + "\n")
     table = mmflash_report.table(records)
@@ -303,7 +305,7 @@ class Lockstep:
     """Training runs that differ in token weights alone, all variants of a seed at once.
 
     data: every row, padded, on the device; `media` is `[N, M, D]`, each row's own.
-    weight: fp32 `[V, N, S]`, of each variant.
+    weight: fp32 `[V, N, S]`, of each variant. score: nats `[N, S]`, NaN where there is none.
     """
 
     recipe: Recipe
@@ -312,10 +314,11 @@ class Lockstep:
     data: dict[str, jax.Array]
     weight: jax.Array
     score: np.ndarray
-    width: int = field(default=0)
 
     @classmethod
-    def of(cls, prepared: Prepared, config: TrainConfig, variants: Sequence[VisualConfig]) -> Any:
+    def of(
+        cls, prepared: Prepared, config: TrainConfig, variants: Sequence[VisualConfig]
+    ) -> "Lockstep":
         there = Loaded.of(config.target, default_dtype())
         recipe = Recipe(
             there.drafted(config), make_optimiser(config.optimiser), config.objective,
@@ -351,7 +354,8 @@ class Lockstep:
             raise FloatingPointError(f"loss or gradient is not finite: first bad steps {bad}")
         return states.params, {name: np.asarray(value) for name, value in metrics.items()}
 
-    def share_of_top(self, index: int) -> float:
+    def share_of_top(self, index: int) -> float | None:
+        """Share of variant `index`'s weight on the top bucket of training tokens."""
         return share_of_top(self.score, np.asarray(self.weight[index]))
 
 

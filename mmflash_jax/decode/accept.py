@@ -32,8 +32,8 @@ def cut(
 ) -> Acceptance:
     """End each row at its first stop token, else at its limit, inside the block.
 
-    Before that, `count` tokens of it hold, all but the last of them drafts. A stop token in the last
-    allowed place counts as a stop.
+    Before that, `count` tokens of it hold, of which all but the last are drafts. A stop token in
+    the last allowed place counts as a stop.
     """
     drafted = count - 1
     count = jnp.minimum(count, state.limit - state.num_tokens)

@@ -27,7 +27,7 @@ class Measured:
     parity: Parity | None
 
     def figures(self) -> dict[str, Any]:
-        """What every report says of a draft. Speed is decoding alone: no prefill, no compilation."""
+        """What every report says of a draft. Speed is decoding alone, without compilation."""
         done = self.drafted.completions
         trusted = self.parity is None or self.parity.holds
         compared = self.parity if done else None

@@ -54,23 +54,25 @@ def plot_positions(accepted: Sequence[float], tau: float | None, path: Path) -> 
 def plot_buckets(figures: Mapping[str, Any], path: Path) -> None:
     """Conditional acceptance and tau by visual bucket; how many slots and steps each stands on."""
     figure, axes = new_figure(1, 2, width=4.2, height=3.4)
-    of = figures["visual_buckets"]
-    lowest = of["top_from"]
-    bounds = {
-        "top": "top fifth" if lowest is None else f"top fifth\n≥ {max(lowest, of['zero_below']):.2g}",
+    buckets = figures["visual_buckets"]
+    names = {
+        "top": f"top fifth\n≥ {buckets['top_from']:.2g}",
         "middle": "middle",
-        "zero": f"zero\n< {of['zero_below']:.2g}",
+        "zero": f"zero\n< {buckets['zero_below']:.2g}",
     }
     panels = (
-        ("acceptance_by_visual_bucket", "accepted of tried slots", "tried"),
+        ("acceptance_by_visual_bucket", "accepted share of tried slots", "tried"),
         ("tau_by_visual_bucket", "tokens a verify step", "steps"),
     )
     for axis, (name, label, count) in zip(axes[0], panels, strict=True):
-        values = [figures[name][bucket] or 0.0 for bucket in BUCKETS]
-        bars = axis.bar(range(len(BUCKETS)), values)
-        axis.bar_label(bars, [f"{v:.2f}\nn={of[b][count]}" for v, b in zip(values, BUCKETS, strict=True)])
-        axis.set_xticks(range(len(BUCKETS)), [bounds[bucket] for bucket in BUCKETS])
+        shown = [bucket for bucket in BUCKETS if figures[name][bucket] is not None]
+        values = [figures[name][bucket] for bucket in shown]
+        bars = axis.bar([names[bucket] for bucket in shown], values)
+        axis.bar_label(
+            bars,
+            [f"{v:.2f}\nn = {buckets[b][count]}" for v, b in zip(values, shown, strict=True)],
+        )
         axis.set_xlabel("visual score of the token (nats)")
         axis.set_ylabel(label)
-        axis.margins(y=0.2)
+        axis.margins(y=0.25)
     save(figure, path)

@@ -45,7 +45,9 @@ def answer_held_out(
     return HeldOut(prompts, plain, [None if pair is None else pair[0] for pair in scored])
 
 
-def evaluate(plan: Plan, params: dict[str, Params], held_out: HeldOut, batch: int) -> dict[str, Any]:
+def evaluate(
+    plan: Plan, params: dict[str, Params], held_out: HeldOut, batch: int
+) -> dict[str, Any]:
     """Decode held-out prompts with a draft, by the loop that serves.
 
     Visual scores are those of the target's own answers. Where a drafted answer leaves them, at a
