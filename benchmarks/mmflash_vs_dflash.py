@@ -47,9 +47,17 @@ from mmflash_jax.registry import pair
 from mmflash_jax.training.answers import answers_of
 from mmflash_jax.training.data import Batch, Row, collate, make_row, prompt_requests
 from mmflash_jax.training.divergence import Scores
+from mmflash_jax.training.export import as_shipped
 from mmflash_jax.training.held_out import HeldOut, answer_held_out, evaluate
 from mmflash_jax.training.prompts import Prompts, places_of
-from mmflash_jax.training.step import Recipe, TrainState, make_optimiser, make_state, train_step
+from mmflash_jax.training.step import (
+    METRICS,
+    Recipe,
+    TrainState,
+    make_optimiser,
+    make_state,
+    train_step,
+)
 from mmflash_jax.training.trainer import draft_config, media_features
 from mmflash_jax.training.visual_kl import score_all, weights_of
 
@@ -242,8 +250,7 @@ def run(arguments: tyro.conf.OmitArgPrefixes[Run]) -> None:
         trained_s = time.perf_counter() - start
         for index, (name, settings) in enumerate(variants.items()):
             start = time.perf_counter()
-            # A draft ships in bf16.
-            draft = jax.tree.map(lambda x, i=index: x[i].astype("bfloat16").astype("float32"), made)
+            draft = as_shipped(jax.tree.map(lambda x, i=index: x[i], made), "float32")
             params = {"target": exact.params, "drafter": draft}
             figures = evaluate(plan, params, prepared.held_out, arguments.eval_batch)
             records.append(
@@ -261,7 +268,7 @@ def run(arguments: tyro.conf.OmitArgPrefixes[Run]) -> None:
                     "training_prompts": len(prepared.answers),
                     "weight_share_of_top": lockstep.share_of_top(index),
                     **figures,
-                    "train": {key: float(value[index]) for key, value in metrics.items()},
+                    "train": {key: float(metrics[key][index]) for key in METRICS},
                     "dtype": {"train": lockstep.recipe.plan.target.dtype, "evaluation": "float32"},
                     "train_all_variants_s": trained_s,
                     "evaluate_s": time.perf_counter() - start,

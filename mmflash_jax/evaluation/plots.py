@@ -1,5 +1,6 @@
 """Figures of a run as PNG files. Nothing is shown on a display."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,26 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def plot_training(steps: Sequence[int], metrics: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Loss, accuracy of drafted slots and drafts kept, over steps."""
+def plot_run(folder: Path, figures: Mapping[str, Any]) -> None:
+    """Plots of a finished run into its folder, from `metrics.csv` and its evaluation."""
+    with (folder / "metrics.csv").open(newline="") as stream:
+        lines = list(csv.DictReader(stream))
+    metrics = {name: [float(line[name]) for line in lines] for name in lines[0]}
+    plot_training(metrics, folder / "training.png")
+    plot_positions(figures["accepted_per_position"], figures["tau"], folder / "positions.png")
+    if figures["visual_buckets"]["top_from"] is not None:
+        plot_buckets(figures, folder / "visual_buckets.png")
+
+
+def plot_training(metrics: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Loss, accuracy of drafted slots, drafts kept and gradient norm over steps."""
     panels = {
         "loss": "loss (nats a slot, weighted)",
         "accuracy": "share of slots right",
         "kept": "drafts before the first wrong one",
         "grad_norm": "gradient norm before clipping",
     }
+    steps = metrics["step"]
     figure, axes = new_figure(1, len(panels), width=3.6, height=3.0)
     for axis, (name, label) in zip(axes[0], panels.items(), strict=True):
         axis.plot(steps, metrics[name], marker="." if len(steps) < 20 else None)

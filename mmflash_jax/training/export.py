@@ -18,13 +18,24 @@ log = logging.getLogger(__name__)
 
 def write_draft(folder: Path, drafter: DFlash, params: Params) -> None:
     """Write the draft; parameters that are split over devices are joined first."""
-    sharding = next(iter(jax.tree.leaves(params))).sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        # Devices of other processes hold parts too, so this is a computation, not a copy.
-        params = jax.jit(lambda x: x, out_shardings=replicated(sharding.mesh))(params)
+    params = join_parts(params)
     if jax.process_index() == 0:
         tensors = export_params(drafter.weight_rules(), params)
         write_checkpoint(folder, tensors, drafter.config.to_hf())
+
+
+def join_parts(params: Params) -> Params:
+    """Whole parameters on every device; all processes must call it."""
+    sharding = next(iter(jax.tree.leaves(params))).sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        # Devices of other processes hold parts too, so this is a computation, not a copy.
+        return jax.jit(lambda x: x, out_shardings=replicated(sharding.mesh))(params)
+    return params
+
+
+def as_shipped(params: Params, dtype: str) -> Params:
+    """Parameters as a reader of the exported draft has them: rounded to bf16, then in `dtype`."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params)
 
 
 def export_newest(output: Path, folder: Path) -> int:

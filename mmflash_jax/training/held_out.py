@@ -1,13 +1,17 @@
 """Held-out prompts: what the target says to them, and how well a draft foresees it."""
 
+import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmflash_jax.config import VisualConfig
+from mmflash_jax.config import TrainConfig, VisualConfig
 from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.engine.offline import Answers
 from mmflash_jax.engine.prompts import PromptEncoder
 from mmflash_jax.evaluation.measure import decode_all, measure
@@ -60,6 +64,39 @@ def evaluate(
         for score, a, b in zip(held_out.scores, drafted, plain, strict=True)
     ]
     return measured.figures() | visual_figures(drafted, scores)
+
+
+class Evaluation:
+    """Measures drafts on the held-out prompts of a run, whose own answers are made once."""
+
+    def __init__(
+        self,
+        plain: Plan,
+        target_params: Params,
+        prompts: Prompts,
+        encoder: PromptEncoder,
+        config: TrainConfig,
+    ):
+        self._plain, self._target_params = plain, target_params
+        self._prompts, self._encoder, self._config = prompts, encoder, config
+
+    @functools.cached_property
+    def held_out(self) -> HeldOut:
+        # A run without weights asks the same question of its draft.
+        settings = self._config.visual or VisualConfig()
+        return answer_held_out(
+            self._plain, self._target_params, self._prompts, self._encoder, settings,
+            self._config.generate.batch,
+        )  # fmt: skip
+
+    def run(self, drafter: DFlash, params: Params, path: Path) -> dict[str, Any]:
+        """Figures of a draft, also written to `path`."""
+        plan = Plan(self._plain.target, drafter, self._plain.stop_ids)
+        everything = {"target": self._target_params, "drafter": params}
+        figures = evaluate(plan, everything, self.held_out, self._config.generate.batch)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+        return figures
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

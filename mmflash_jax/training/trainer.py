@@ -1,6 +1,5 @@
 """A training run from prompts to an evaluated draft: prepare, fit, export, evaluate."""
 
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.config import DraftShape, TrainConfig, VisualConfig
+from mmflash_jax.config import DraftShape, TrainConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
@@ -18,6 +17,7 @@ from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.drafters.dflash_config import Config as DraftConfig
 from mmflash_jax.drafters.dflash_config import default_layer_ids
 from mmflash_jax.engine.prompts import PromptEncoder
+from mmflash_jax.evaluation.plots import plot_run
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
@@ -31,8 +31,8 @@ from mmflash_jax.targets import Target
 from mmflash_jax.training.answers import answers_of
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row, make_row, prompt_requests
-from mmflash_jax.training.export import write_draft
-from mmflash_jax.training.held_out import answer_held_out, evaluate
+from mmflash_jax.training.export import as_shipped, join_parts, write_draft
+from mmflash_jax.training.held_out import Evaluation
 from mmflash_jax.training.loop import fit
 from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
@@ -63,27 +63,31 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id))
     rows, held_out = prepare(plain, target_params, encoder, config)
 
-    params = fit(Plan(target, drafter, plain.stop_ids), target_params, rows, config, checkpoints)
+    evaluation = Evaluation(plain, target_params, held_out, encoder, config)
+
+    def on_the_way(step: int, params: Params) -> None:
+        whole = join_parts(params)
+        if len(held_out) and jax.process_index() == 0:
+            # A copy on one device, which is where decoding runs.
+            local = jax.device_put(as_shipped(jax.device_get(whole), dtype), jax.devices()[0])
+            evaluation.run(drafter, local, config.output / "evaluations" / f"{step}.json")
+
+    plan = Plan(target, drafter, plain.stop_ids)
+    params = fit(plan, target_params, rows, config, checkpoints, on_the_way)
     checkpoints.close()
     write_draft(config.output / "draft", drafter, params)
     figures: dict[str, Any] = {}
     if len(held_out) and jax.process_index() == 0:
         # What ships: the exported folder, read as a server reads it.
         served, served_params = load_drafter(config.output / "draft", target, dtype)
-        everything = {"target": target_params, "drafter": served_params}
-        plan = Plan(target, served, plain.stop_ids)
-        batch = config.generate.batch
-        # A run without weights asks the same question of its draft.
-        visual = config.visual or VisualConfig()
-        known = answer_held_out(plain, target_params, held_out, encoder, visual, batch)
-        figures = evaluate(plan, everything, known, batch)
-        (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+        figures = evaluation.run(served, served_params, config.output / "evaluation.json")
+        plot_run(config.output, figures)
     wait_for_all()
     return figures
 
 
 def _forget(config: TrainConfig) -> None:
-    for name in ("checkpoints", "tensorboard"):
+    for name in ("checkpoints", "tensorboard", "evaluations"):
         shutil.rmtree(config.output / name, ignore_errors=True)
     (config.output / "metrics.csv").unlink(missing_ok=True)
 
