@@ -21,7 +21,10 @@ logging.getLogger("absl").setLevel(logging.WARNING)
 
 # What may differ in a run that goes on: where and how often it writes, the devices it runs on (the
 # same computation, rounded differently), and what happens after the last step.
-MAY_CHANGE = ("output", "log_every", "save_every", "keep", "tensorboard", "mesh", "eval_prompts")
+MAY_CHANGE = (
+    "output", "log_every", "save_every", "keep", "tensorboard", "mesh", "eval_prompts",
+    "eval_every",
+)  # fmt: skip
 
 
 class Checkpoints:

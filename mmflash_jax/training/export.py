@@ -63,10 +63,7 @@ def write_draft(
         ConfigError: the speculators layout cannot describe the draft, or `target` is not given.
         WeightsError: what was written does not read back as the same draft.
     """
-    sharding = next(iter(jax.tree.leaves(params))).sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        # Devices of other processes hold parts too, so this is a computation, not a copy.
-        params = jax.jit(lambda x: x, out_shardings=replicated(sharding.mesh))(params)
+    params = join_parts(params)
     if jax.process_index() == 0:
         config = drafter.config.to_hf()
         if layout == "speculators":
@@ -74,6 +71,20 @@ def write_draft(
         tensors = export_params(drafter.weight_rules(), params)
         write_checkpoint(folder, tensors, config)
         _check_written(folder, drafter, tensors)
+
+
+def join_parts(params: Params) -> Params:
+    """Whole parameters on every device; all processes must call it."""
+    sharding = next(iter(jax.tree.leaves(params))).sharding
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        # Devices of other processes hold parts too, so this is a computation, not a copy.
+        return jax.jit(lambda x: x, out_shardings=replicated(sharding.mesh))(params)
+    return params
+
+
+def as_shipped(params: Params, dtype: str) -> Params:
+    """Parameters as a reader of the exported draft has them: rounded to bf16, then in `dtype`."""
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(dtype), params)
 
 
 def export_run(
