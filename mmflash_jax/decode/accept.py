@@ -7,7 +7,6 @@ likely token or a keyed sample (decode/sampling.py); either way the ids are thos
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from mmflash_jax.decode.adjust import adjust
 from mmflash_jax.decode.records import LENGTH, RUNNING, STOP, Acceptance, DecodeState, Verification
 from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Proposal
@@ -18,8 +17,9 @@ def accept(
 ) -> Acceptance:
     """Keep the longest prefix of drafts that the target agrees with, and its next token."""
     place = state.num_tokens[:, None] + jnp.arange(verification.logits.shape[1])
-    logits = adjust(verification.logits, state.adjustments, proposal.ids)
-    choice = choose(logits, state.sampling, place)
+    choice = choose(
+        verification.logits, state.sampling, place, state.adjustments, drafted=proposal.ids
+    )
     agree = proposal.ids == choice[:, :-1]
     accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=-1), axis=-1)
     # Row `accepted` of `choice` is the bonus token, earlier rows equal the accepted drafts.

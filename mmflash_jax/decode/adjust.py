@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -111,20 +110,15 @@ def adjust(
     if adjustments is None:
         return logits
     a = adjustments
-
-    def changed() -> Array:
-        counts = a.counts[:, None]
-        if drafted is not None:
-            counts = counts + _said_before(drafted, logits.shape[1], logits.shape[2])
-        said = counts > 0
-        biased = logits + a.bias[:, None]
-        penalty = a.repetition[:, None, None]
-        repeated = jnp.where(biased > 0, biased / penalty, biased * penalty)
-        biased = jnp.where(said | a.prompt[:, None], repeated, biased)
-        return biased - a.frequency[:, None, None] * counts - a.presence[:, None, None] * said
-
-    # Whole vocabularies are passed over only while somebody asks for it.
-    return lax.cond(jnp.any(a.active), changed, lambda: logits)
+    counts = a.counts[:, None]
+    if drafted is not None:
+        counts = counts + _said_before(drafted, logits.shape[1], logits.shape[2])
+    said = counts > 0
+    biased = logits + a.bias[:, None]
+    penalty = a.repetition[:, None, None]
+    repeated = jnp.where(biased > 0, biased / penalty, biased * penalty)
+    biased = jnp.where(said | a.prompt[:, None], repeated, biased)
+    return biased - a.frequency[:, None, None] * counts - a.presence[:, None, None] * said
 
 
 def _said_before(

@@ -19,7 +19,6 @@ from mmflash_jax.decode.accept import cut
 from mmflash_jax.decode.adjust import (
     NEUTRAL,
     Adjustments,
-    adjust,
     count_tokens,
     gather_adjustments,
 )
@@ -252,7 +251,7 @@ def first_token(
     zero = jnp.zeros((batch,), jnp.int32)
     logits = plan.target.logits(params["target"], last)[:, None]
     place = zero[:, None]
-    first = choose(adjust(logits, adjustments), sampling, place)
+    first = choose(logits, sampling, place, adjustments)
     logprobs = None if wanted is None else no_logprobs(wanted, room, logits.shape[-1])
     anchor = first[:, 0]
     start = DecodeState(

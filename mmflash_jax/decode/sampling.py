@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from mmflash_jax.decode.adjust import Adjustments, adjust
+
 EXCLUDED = -jnp.inf
 
 
@@ -97,13 +99,32 @@ def pack(settings: Sequence[SamplingSettings]) -> Sampling:
 
 
 def choose(
-    logits: Float[Array, "B T V"], sampling: Sampling | None, place: Int[Array, "B T"]
+    logits: Float[Array, "B T V"],
+    sampling: Sampling | None,
+    place: Int[Array, "B T"],
+    adjustments: Adjustments | None = None,
+    drafted: Int[Array, "B drafts"] | None = None,
 ) -> Int[Array, "B T"]:
     """The token of each distribution; `place` is its index in the row's answer.
 
-    Greedy rows take the most likely token, the lowest id among equals.
+    Greedy rows take the most likely token, the lowest id among equals. `adjustments` act on the
+    logits first, with the drafts that come before each place (decode/adjust.py).
     """
-    return jnp.argmax(scores(logits, sampling, place), axis=-1).astype(jnp.int32)
+
+    def likeliest() -> Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def as_asked() -> Array:
+        wanted = adjust(logits, adjustments, drafted)
+        return jnp.argmax(scores(wanted, sampling, place), axis=-1).astype(jnp.int32)
+
+    if sampling is None and adjustments is None:
+        return likeliest()
+    # Filters, noise and penalties are dozens of passes over the vocabulary: only while some row
+    # asks for them.
+    asked = [] if sampling is None else [jnp.any(sampling.temperature > 0)]
+    asked += [] if adjustments is None else [jnp.any(adjustments.active)]
+    return lax.cond(jnp.any(jnp.stack(asked)), as_asked, likeliest)
 
 
 def scores(
@@ -112,16 +133,8 @@ def scores(
     """What the chosen token is the largest of: logits, or log-probabilities plus noise."""
     if sampling is None:
         return logits
-    samples = sampling.temperature > 0
-
-    def noisy() -> Array:
-        noise = _noise(sampling.key, place, logits.shape[-1])
-        return jnp.where(
-            samples[:, None, None], log_probabilities(logits, sampling) + noise, logits
-        )
-
-    # Filters and noise cost many passes over the vocabulary: only while some row samples.
-    return lax.cond(jnp.any(samples), noisy, lambda: logits)
+    noisy = log_probabilities(logits, sampling) + _noise(sampling.key, place, logits.shape[-1])
+    return jnp.where((sampling.temperature > 0)[:, None, None], noisy, logits)
 
 
 def log_probabilities(logits: Float[Array, "B T V"], sampling: Sampling) -> Float[Array, "B T V"]:

@@ -59,11 +59,13 @@ class Emission:
     """What `run` tells the host; rows are slots.
 
     ids: int32 `[B, W]` tokens from place `since` on; `num_tokens - since` of them count.
+    drafted: bool `[B, W]`, which of them are accepted drafts.
     chosen, likeliest, values: their log-probabilities and the likeliest tokens' (`Logprobs`).
     num_tokens, reason, steps, committed: as in `DecodeState`.
     """
 
     ids: Array
+    drafted: Array
     chosen: Array
     likeliest: Array
     values: Array
@@ -104,6 +106,7 @@ def empty_slots(plan: Plan, shape: Shape) -> DecodeState:
         reason=jnp.full((B,), ABSENT, jnp.int32),
         steps=zero,
         committed=jnp.zeros((B, plan.drafter.block), jnp.int32),
+        drafted=jnp.zeros((B, N), bool),
         cache=plan.target.init_cache(B, N, plan.drafter.block),
         draft=plan.drafter.init_state(B, N),
         sampling=jax.tree.map(jnp.asarray, pack([GREEDY] * B)),
@@ -191,6 +194,7 @@ def run(
         raise ValueError("a state of slots holds logprobs")
     emission = Emission(
         ids=jnp.take_along_axis(state.tokens, place, axis=1),
+        drafted=jnp.take_along_axis(state.drafted, place, axis=1),
         chosen=jnp.take_along_axis(logprobs.chosen, place, axis=1),
         likeliest=jnp.take_along_axis(logprobs.ids, place[..., None], axis=1),
         values=jnp.take_along_axis(logprobs.values, place[..., None], axis=1),

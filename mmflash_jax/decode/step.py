@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from mmflash_jax.decode.accept import accept
-from mmflash_jax.decode.adjust import adjust, count_tokens
+from mmflash_jax.decode.adjust import count_tokens
 from mmflash_jax.decode.logprobs import note
 from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verification
 from mmflash_jax.decode.sampling import choose
@@ -31,7 +31,7 @@ def borrow_heads(plan: Plan, params: Params) -> Heads:
 def _pick(state: DecodeState, logits: Array) -> Array:
     """A draft's ids for the next places of each answer, by the rule that the target's follow."""
     place = state.num_tokens[:, None] + jnp.arange(logits.shape[1])
-    return choose(adjust(logits, state.adjustments), state.sampling, place)
+    return choose(logits, state.sampling, place, state.adjustments)
 
 
 def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:

@@ -55,12 +55,14 @@ class TokenLogprobs:
 class Update:
     """What a run of the loop added to a request.
 
-    ids: new tokens. logprobs: one for each of them if the request asks for them.
+    ids: new tokens. drafted: which of them are accepted drafts. logprobs: one for each of them if
+        the request asks for them.
     finish_reason: "stop" or "length" with the last update, "error" if there will be no more.
     steps, committed: of the whole request so far (`DecodeState`).
     """
 
     ids: tuple[int, ...] = ()
+    drafted: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
@@ -343,6 +345,7 @@ class Engine:
             ticket,
             Update(
                 ids=tuple(int(id) for id in told.ids[slot, :new]),
+                drafted=tuple(bool(kept) for kept in told.drafted[slot, :new]),
                 logprobs=logprobs,
                 finish_reason=reason,
                 steps=int(told.steps[slot]),
