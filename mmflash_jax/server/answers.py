@@ -163,7 +163,8 @@ async def streamed_answer(
         for choice in shape.opening(len(generation.texts)):
             yield event(first | {"choices": [choice]})
         async for piece in generation.pieces():
-            yield event(first | {"choices": [shape.chunk(piece)]})
+            drafted = {"drafted": piece.drafted} if piece.drafted else {}
+            yield event(first | {"choices": [shape.chunk(piece) | drafted]})
         if usage:
             yield event(first | {"choices": [], "usage": generation.usage})
     except BusyError as error:

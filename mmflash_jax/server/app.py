@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,6 +33,8 @@ from mmflash_jax.server.generate import (
 )
 from mmflash_jax.server.images import ImageLimits
 from mmflash_jax.server.schema import ChatRequest, CompletionRequest
+
+PAGE = Path(__file__).with_name("page.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,10 @@ def _add_status(app: FastAPI, site: Site) -> None:
     created = int(time.time())
     card = {"id": site.model, "object": "model", "created": created, "owned_by": "mmflash-jax"}
     card["max_model_len"] = site.engine.shape.capacity
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

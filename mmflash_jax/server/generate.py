@@ -33,12 +33,14 @@ class Defaults:
 class Piece:
     """What a choice gained: text to show, log-probabilities of the tokens behind it.
 
+    drafted: the text token by token, and whether each was an accepted draft, if asked for.
     finish_reason: with the last piece of a choice.
     """
 
     choice: int
     text: str
     tokens: tuple[tuple[int, TokenLogprobs], ...] = ()
+    drafted: tuple[tuple[str, bool], ...] = ()
     finish_reason: str | None = None
 
 
@@ -141,12 +143,14 @@ class Generation:
     ):
         self.prompts = prompts
         self._engine = engine
+        self._by_token = bool(body.return_drafted)
         n = body.n or 1
         self.texts = [
             AnswerText(encoder.decode, stops=body.stops, stop_ids=body.stop_token_ids or ())
             for _ in range(n * len(prompts))
         ]
-        self.updates: list[Update | None] = [None] * len(self.texts)
+        self._last: list[Update | None] = [None] * len(self.texts)
+        self._kept = 0
         self._queue: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._noted: list[list[tuple[int, TokenLogprobs, int]]] = [[] for _ in self.texts]
@@ -205,31 +209,36 @@ class Generation:
                     continue
                 if update.error is not None:
                     raise BusyError(update.error)
-                self.updates[choice] = update
+                self._last[choice] = update
+                self._kept += sum(update.drafted)
                 piece = self._piece(choice, update)
                 if piece.finish_reason is not None:
                     left.discard(choice)
                     self._engine.cancel(self._tickets[choice], piece.finish_reason)
-                if piece.text or piece.tokens or piece.finish_reason:
+                if piece.text or piece.tokens or piece.drafted or piece.finish_reason:
                     yield piece
         finally:
             self.cancel()
 
     def _piece(self, choice: int, update: Update) -> Piece:
         text, last = self.texts[choice], update.finish_reason is not None
-        if not update.logprobs:
+        if not update.logprobs and not self._by_token:
             shown = text.push(update.ids, last=last)
             return Piece(choice=choice, text=shown, finish_reason=_reason(text, update))
-        shown = ""
-        for place, (id, one) in enumerate(zip(update.ids, update.logprobs, strict=True)):
-            shown += text.push([id], last=last and place == len(update.ids) - 1)
-            self._noted[choice].append((id, one, len(text.text) + text.held))
+        parts: list[tuple[str, bool]] = []
+        for place, id in enumerate(update.ids):
+            shown = text.push([id], last=last and place == len(update.ids) - 1)
+            parts.append((shown, update.drafted[place]))
+            if update.logprobs:
+                end = len(text.text) + text.held
+                self._noted[choice].append((id, update.logprobs[place], end))
             if text.ended:
                 break
         return Piece(
             choice=choice,
-            text=shown,
+            text="".join(shown for shown, _ in parts),
             tokens=self._settled(choice),
+            drafted=tuple(parts) if self._by_token else (),
             finish_reason=_reason(text, update),
         )
 
@@ -246,19 +255,16 @@ class Generation:
         prompt = sum(len(one.ids) for one in self.prompts)
         images = sum(image.num_tokens for one in self.prompts for image in one.images)
         completion = sum(len(text.ids) for text in self.texts)
-        kept = drafted = 0
-        for update in self.updates:
-            if update is not None:
-                drafted += update.steps * (len(update.committed) - 1)
-                kept += sum(count * place for place, count in enumerate(update.committed))
+        last = [update for update in self._last if update is not None]
+        drafted = sum(update.steps * (len(update.committed) - 1) for update in last)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": images},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": kept,
-                "rejected_prediction_tokens": drafted - kept,
+                "accepted_prediction_tokens": self._kept,
+                "rejected_prediction_tokens": drafted - self._kept,
             },
         }
 

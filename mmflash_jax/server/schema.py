@@ -48,6 +48,8 @@ class _Sampled(BaseModel):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_drafted: bool | None = None
+    """Ours: each streamed choice also tells its text token by token, and which were drafted."""
 
     # Labels: they change no answer.
     user: str | None = None
@@ -84,6 +86,8 @@ class _Sampled(BaseModel):
             raise ValueError(f"stop must be at most {MOST_STOPS} strings that are not empty")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.return_drafted and not self.stream:
+            raise ValueError("return_drafted needs stream: true")
         return self
 
     @property

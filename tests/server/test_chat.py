@@ -243,6 +243,28 @@ def test_metrics_and_health(served):
     assert float(values["mmflash_requests_running"]) == 0
 
 
+def test_the_page_and_what_it_reads(served):
+    """Which tokens were drafted: their texts add up, and steps are those that usage counts."""
+    with urllib.request.urlopen(served.url) as answer:
+        page = answer.read().decode()
+    assert "return_drafted" in page
+    stream = served.chat(
+        QUESTION,
+        CHARTS[0],
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"return_drafted": True},
+    )
+    *chunks, last = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    extra = [chunk.choices[0].model_extra or {} for chunk in chunks]
+    parts = [tuple(part) for one in extra for part in one.get("drafted", ())]
+    assert "".join(shown for shown, _ in parts) == text
+    assert len(parts) == last.usage.completion_tokens
+    kept = sum(drafted for _, drafted in parts)
+    assert kept == last.usage.completion_tokens_details.accepted_prediction_tokens > 0
+
+
 def test_a_chat_of_several_turns(served):
     """C05, C11: more images each turn, and an assistant's turn between."""
     turns = [message("One?", CHARTS[0])]

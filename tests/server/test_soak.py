@@ -19,6 +19,8 @@ from mmflash_jax.compilation import compiled_programs
 from mmflash_jax.decode.adjust import Adjustment
 from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.engine.prompts import Request
+from mmflash_jax.engine.serving import Ticket
+from mmflash_jax.server.generate import Generation
 from tests.server.conftest import CHARTS, message, wait_until
 
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "64"))
@@ -71,6 +73,12 @@ def resident_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def left_over():
+    """What a request made and nobody let go of."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, Ticket | Generation)]
+
+
 def test_mixed_traffic(served):
     cases = kinds()
     wanted = plain_texts(served, cases)
@@ -113,5 +121,5 @@ def test_mixed_traffic(served):
         compiled = compiled_programs()
     wait_until(served.idle)
     assert compiled == before
-    print("MiB", sizes)
+    wait_until(lambda: not left_over(), seconds=10)
     assert max(sizes[1:]) - sizes[0] < 40, f"MiB after each part: {sizes}"
