@@ -8,7 +8,7 @@ import pytest
 
 from mmflash_jax.config import (
     ChartData,
-    JsonlData,
+    FileData,
     ServeConfig,
     TrainConfig,
     as_values,
@@ -74,7 +74,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(tmp_path):
     path.write_text(SMALLEST.replace("target: demo\n", ""))
     flags = ["--target", "x", "--data", "{kind: jsonl, path: p.jsonl}"]
     config = read_yaml(path, TrainConfig, flags)
-    assert (config.target, config.data) == ("x", JsonlData(path=Path("p.jsonl")))
+    assert (config.target, config.data) == ("x", FileData(path=Path("p.jsonl")))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
@@ -95,7 +95,7 @@ def test_defaults_fill_what_a_file_leaves_out(tmp_path):
 
 def test_a_union_is_chosen_by_kind(tmp_path):
     text = SMALLEST.replace("{kind: charts}", "{kind: jsonl, path: p.jsonl, held_out: 3}")
-    assert train_config(tmp_path, text).data == JsonlData(path=Path("p.jsonl"), held_out=3)
+    assert train_config(tmp_path, text).data == FileData(path=Path("p.jsonl"), held_out=3)
 
 
 @pytest.mark.parametrize(

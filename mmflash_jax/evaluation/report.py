@@ -10,8 +10,8 @@ import jax
 
 import mmflash_jax
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.engine.jsonl import Line
 from mmflash_jax.engine.offline import Answers
+from mmflash_jax.engine.prompt_files import Line
 from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
 from mmflash_jax.evaluation.exactness import Parity
 

@@ -94,7 +94,10 @@ def prepare(
     Raises:
         PromptError: prompts that cannot be encoded, all of them by name.
     """
-    learn, kept = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
+    generate = config.generate
+    learn, kept = prompt_requests(
+        config.data, generate.max_tokens, config.eval_prompts, generate.sampling
+    )
     places = places_of(config.data, learn + kept)
     held_out = Prompts(encoder, kept, lambda index: places(len(learn) + index))
     media: list[np.ndarray] = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmflash_jax.engine.jsonl import read_requests
+from mmflash_jax.engine.prompt_files import read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.load import load_target
 
