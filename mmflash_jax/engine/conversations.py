@@ -49,9 +49,7 @@ def split_conversation(
 
 def _turn(turn: Any, where: str) -> tuple[str, Any]:
     if not isinstance(turn, Mapping):
-        raise ValueError(
-            f"{where} is {reprlib.repr(turn)}, expected an object with role and content"
-        )
+        raise ValueError(f"{where} is {reprlib.repr(turn)}, expected a role and a content")
     role, content = turn.get("role"), turn.get("content")
     if role is None and content is None:
         role, content = _ROLES.get(str(turn.get("from")), turn.get("from")), turn.get("value")
