@@ -47,7 +47,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     """Run `config` from prompts to an exported draft; returns the evaluation figures.
 
     A run that was stopped goes on from its newest checkpoint. `fresh` removes checkpoints and
-    metrics first; answers of the target stay.
+    metrics first; answers and features of the target stay.
     """
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
     if fresh:
