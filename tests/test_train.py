@@ -116,6 +116,22 @@ def test_the_run_is_evaluated_by_the_loop_that_serves(trained):
     assert figures["plain_tokens_per_s"] > 0
 
 
+def test_features_on_disk_train_the_same_draft(trained):
+    """Answers, pictures and all: the losses of the online run, with no pass of the target in a step."""
+    disk = {**trained.config, "output": str(trained.folder / "disk"), "features": "disk"}
+    output = Path(disk["output"])
+    output.mkdir()
+    os.link(trained.output / "answers.jsonl", output / "answers.jsonl")
+    assert call(write_config(trained.folder, disk)) == 0
+    header, *rows = (output / "features.jsonl").read_text().splitlines()
+    assert len(rows) == len(list((output / "features").iterdir())) == 8
+    assert json.loads(header)["target_layer_ids"] == [0, 1]
+    made, wanted = (
+        [float(row["loss"]) for row in metrics(path)] for path in (output, trained.output)
+    )
+    np.testing.assert_allclose(made, wanted, rtol=1e-5)
+
+
 def test_evaluation_and_the_batch_tool_agree(trained, tmp_path, target_folder):
     """D15: the folder, read back and served, accepts as many drafts as the trainer said."""
     lines = (trained.folder / "prompts.jsonl").read_text().splitlines()[-4:]

@@ -1,14 +1,19 @@
 """Training rows and batches, and where the prompts come from."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from mmflash_jax.config import ChartData, FileData
+from mmflash_jax.config import ChartData, FileData, SamplingSettings
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.training.data import collate, make_row, prompt_requests
+from mmflash_jax.training.prompts import places_of
+from mmflash_jax.training.provenance import files_hash
 from mmflash_jax.weights.hf_config import ConfigError
 
 
@@ -97,6 +102,24 @@ def test_a_line_may_ask_for_fewer_tokens_than_the_run_and_not_for_more(tmp_path)
     assert [request.max_tokens for request in learn] == [9, 4, 9]
 
 
+def test_rows_of_parquet_files_are_prompts_as_lines_are(tmp_path):
+    for name, texts in (("a", ["0", "1"]), ("b", ["2"])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
+    data = FileData(path=tmp_path, kind="parquet", held_out=1)
+    sampling = SamplingSettings(temperature=0.5, seed=2)
+    learn, held_out = prompt_requests(data, 9, 1, sampling)
+    assert [request.text for request in learn] == ["0", "1"]
+    assert [request.text for request in held_out] == ["2"]
+    assert [request.sampling for request in learn] == [sampling.of_row(1), sampling.of_row(2)]
+    place = places_of(data, learn + held_out)
+    assert place(2) == f"{tmp_path / 'b.parquet'} row 1"
+    names = sorted(tmp_path.iterdir())
+    before = files_hash(names)
+    pq.write_table(pa.table({"text": ["3"]}), tmp_path / "b.parquet")
+    assert files_hash(names) != before
+    assert files_hash(names[:1]) == hashlib.sha256(names[0].read_bytes()).hexdigest()
+
+
 def test_bad_lines_stop_the_run_and_are_all_named(tmp_path):
     path = jsonl(tmp_path, {"text": "a"}, {"txt": "b"}, {"text": 3}, {"text": "c"})
     with pytest.raises(ConfigError) as error:
@@ -119,5 +142,10 @@ def test_charts_for_training_and_for_evaluation_differ():
     assert all(len(request.images) == 1 and request.max_tokens == 9 for request in learn)
     again, _ = prompt_requests(ChartData(count=4, seed=5), 9, 3)
     assert [request.text for request in again] == [request.text for request in learn]
+    sampled, _ = prompt_requests(
+        ChartData(count=4, seed=5), 9, 3, SamplingSettings(temperature=1.0)
+    )
+    assert len({request.sampling.seed for request in sampled}) == 4
+    assert {request.sampling.temperature for request in sampled} == {1.0}
     other, _ = prompt_requests(ChartData(count=4, seed=6), 9, 3)
     assert [request.text for request in other] != [request.text for request in learn]

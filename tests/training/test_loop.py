@@ -196,9 +196,7 @@ def free_port() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "features"), [(1, "online"), (2, "online"), (1, "disk"), (2, "disk")]
-)
+@pytest.mark.parametrize(("processes", "features"), [(1, "online"), (2, "online"), (2, "disk")])
 def test_eight_devices_learn_as_one(runs, target_folder, tmp_path, processes, features):
     """Rows split over data 2 x fsdp 4, the draft and its optimiser over fsdp."""
     one, many = tmp_path / "one", tmp_path / "many"
