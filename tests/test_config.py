@@ -187,7 +187,7 @@ REPLACED = {
         "head_dim: 16", "head_dim: 16\n  block_size: 1", "draft.block_size is 1, it must be at le",
     ),
     "unknown kind": (
-        "kind: charts", "kind: plots", r"kind is 'plots', allowed: \['charts', 'jsonl', 'parquet'\]",
+        "kind: charts", "kind: plots", r"is 'plots', allowed: \['charts', 'jsonl', 'parquet'\]",
     ),
     "no kind": ("{kind: charts}", "{count: 3}", "data.kind is None"),
     "a field of the other kind": (

@@ -117,7 +117,7 @@ def test_the_run_is_evaluated_by_the_loop_that_serves(trained):
 
 
 def test_features_on_disk_train_the_same_draft(trained):
-    """Answers, pictures and all: the losses of the online run, with no pass of the target in a step."""
+    """Answers, pictures and all: the losses of the online run."""
     disk = {**trained.config, "output": str(trained.folder / "disk"), "features": "disk"}
     output = Path(disk["output"])
     output.mkdir()

@@ -50,6 +50,16 @@ class Line:
     answer: str | None = None
     error: str | None = None
 
+    @property
+    def question(self) -> str:
+        """The text that is to be answered, of a conversation its last turn."""
+        if self.request is None or self.request.messages is None:
+            return (self.request and self.request.text) or ""
+        content = self.request.messages[-1]["content"]
+        if isinstance(content, str):
+            return content
+        return " ".join(part["text"] for part in content if part["type"] == "text")
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -80,8 +80,7 @@ def print_answers(
     ):
         same = "" if parity is None else _verdict(parity, row)
         tau = "-" if completion.tau is None else f"{completion.tau:.2f}"
-        question = line.request.text if line.request else ""
-        out.write(f"[{line.id}] {question}\n")
+        out.write(f"[{line.id}] {line.question}\n")
         out.write(f"  {text}\n")
         expected = "" if line.answer is None else f" · expected {line.answer}"
         out.write(
