@@ -34,7 +34,7 @@ def test_file_bytes_picture_chat_and_prompt_file_give_the_same_prompt(encoder, t
     rows = [
         {"text": "Hi", "images": ["noise.png"]},
         {"messages": chat, "images": [encoded]},
-        {"messages": [{"role": "user", "content": [part, chat[0]["content"][1]]}]},
+        {"messages": [{"role": "user", "content": [part, parts[1]]}]},
         {"conversations": [{"from": "human", "value": "<image>Hi"}, {"from": "gpt", "value": "A"}],
          "images": ["noise.png"]},
     ]  # fmt: skip
