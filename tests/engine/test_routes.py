@@ -25,9 +25,8 @@ def test_file_bytes_picture_chat_and_prompt_file_give_the_same_prompt(encoder, t
     file = tmp_path / "noise.png"
     pixels = np.random.default_rng(0).integers(0, 256, (70, 110, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file)
-    chat: list[Any] = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi"}]}
-    ]
+    parts: list[Any] = [{"type": "image"}, {"type": "text", "text": "Hi"}]
+    chat = [{"role": "user", "content": parts}]
     prompts_file = tmp_path / "prompts.jsonl"
     encoded = base64.b64encode(file.read_bytes()).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
