@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -27,6 +28,8 @@ class Arguments:
     """Start anew: remove the run's checkpoints and metrics. Answers of the target stay."""
     export: Path | None = None
     """Do not train: export the run's newest checkpoint to this folder."""
+    layout: Literal["zlab", "speculators"] = "zlab"
+    """Layout of the export; SGLang and vLLM read z-lab's."""
 
 
 def main() -> int:
@@ -38,14 +41,14 @@ def main() -> int:
         config = read_yaml(find_config(arguments.config), TrainConfig, flags)
         # Imported after the config is read, so that a wrong one is refused at once.
         from mmflash_jax.compilation import keep_compiled_programs
-        from mmflash_jax.training.export import export_newest
+        from mmflash_jax.training.export import export_run
         from mmflash_jax.training.loop import Stopped
         from mmflash_jax.training.processes import start_processes
         from mmflash_jax.training.trainer import train
 
         keep_compiled_programs()
         if arguments.export is not None:
-            export_newest(config.output, arguments.export)
+            export_run(config.output, arguments.export, layout=arguments.layout)
             return 0
         start_processes()
         try:

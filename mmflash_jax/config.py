@@ -348,6 +348,8 @@ class TrainConfig:
     """Tokens of a training row; longer prompt + answer rows are cut."""
     eval_prompts: int = 64
     """Held-out prompts decoded with the new draft at the end."""
+    eval_every: int = 0
+    """Steps between evaluations on the way, a file in `evaluations/` each. 0: at the end only."""
     log_every: int = 50
     """Steps between metric lines."""
     save_every: int = 1000
@@ -361,7 +363,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "row_length", "log_every", "save_every", "keep")
-        _not_negative(self, "eval_prompts")
+        _not_negative(self, "eval_prompts", "eval_every")
         if self.optimiser.batch % self.mesh.devices:
             raise ConfigError(
                 f"optimiser.batch is {self.optimiser.batch}, it must be a multiple of the "

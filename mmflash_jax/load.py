@@ -68,19 +68,32 @@ def load_drafter(
         FitError: draft and target do not belong together.
         WeightsError: the tensors do not fit the configuration.
     """
-    family, config = _by_architecture(folder, DRAFTERS)
-    drafter = family.from_hf(config, dtype)
+    drafter = _drafter(folder, dtype)
     if embedding_scale is not None:
         scaled = dataclasses.replace(drafter.config, input_embedding_scale=embedding_scale)
         drafter = dataclasses.replace(drafter, config=scaled)
     drafter.check_fit(target.config)
-    params = import_params(
+    return drafter, _draft_params(folder, drafter, mesh)
+
+
+def load_any_drafter(folder: Path, dtype: str) -> tuple[DFlash, Params]:
+    """A draft checkpoint by itself, whatever its target may be; raises as `load_drafter` does."""
+    drafter = _drafter(folder, dtype)
+    return drafter, _draft_params(folder, drafter, None)
+
+
+def _drafter(folder: Path, dtype: str) -> DFlash:
+    family, config = _by_architecture(folder, DRAFTERS)
+    return family.from_hf(config, dtype)
+
+
+def _draft_params(folder: Path, drafter: DFlash, mesh: Mesh | None) -> Params:
+    return import_params(
         drafter.weight_rules(),
         TensorStore(folder),
         drafter.abstract_params(),
         sharding=sharding_by_rules((), mesh),
     )
-    return drafter, params
 
 
 def warn_of_ordinary_mask(drafter: DFlash, tokenizer: Any) -> None:

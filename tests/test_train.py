@@ -53,11 +53,14 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, target_folder: Path) -> Trained:
-    """One run: text and pictures, a sliding and a full layer, answers of the target's own."""
+    """One run: text and pictures, a sliding and a full layer, answers of the target's own.
+
+    One of the four held-out prompts has a picture.
+    """
     folder = tmp_path_factory.mktemp("train")
     random = np.random.default_rng(0)
     lines: list[dict[str, Any]] = [{"text": f"What is {n}?"} for n in range(12)]
-    for n in (2, 5, 9):
+    for n in (2, 5, 11):
         Image.fromarray(random.integers(0, 255, (64, 80, 3), np.uint8)).save(folder / f"{n}.png")
         lines[n]["images"] = [f"{n}.png"]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -98,7 +101,9 @@ def metrics(output: Path) -> list[dict[str, str]]:
 
 def test_the_loss_falls_and_is_written(trained):
     rows = metrics(trained.output)
-    assert list(rows[0]) == ["step", "loss", "accuracy", "kept", "grad_norm", "seconds"]
+    slots = [f"accuracy_{slot}" for slot in range(1, 8)]
+    names = ["step", "loss", "accuracy", "kept", "grad_norm", *slots, "seconds"]
+    assert list(rows[0]) == names
     assert [int(row["step"]) for row in rows] == [10, 20, 30, 40]
     losses = [float(row["loss"]) for row in rows]
     assert all(np.isfinite(losses))
@@ -109,7 +114,7 @@ def test_the_loss_falls_and_is_written(trained):
 def test_the_run_is_evaluated_by_the_loop_that_serves(trained):
     figures = json.loads((trained.output / "evaluation.json").read_text())
     assert figures["parity"] is True
-    assert figures["prompts"] == figures["equal"] == 4
+    assert figures["prompts"] == figures["rows_equal"] == 4
     assert figures["tau"] == pytest.approx(1 + sum(figures["accepted_per_position"]))
     assert len(figures["accepted_per_position"]) == 7
     assert figures["tokens_per_s"] > 0
@@ -118,7 +123,8 @@ def test_the_run_is_evaluated_by_the_loop_that_serves(trained):
 
 def test_features_on_disk_train_the_same_draft(trained):
     """Answers, pictures and all: the losses of the online run."""
-    disk = {**trained.config, "output": str(trained.folder / "disk"), "features": "disk"}
+    disk = {**trained.config, "output": str(trained.folder / "disk"), "eval_prompts": 0}
+    disk["features"] = "disk"
     output = Path(disk["output"])
     output.mkdir()
     os.link(trained.output / "answers.jsonl", output / "answers.jsonl")
@@ -130,6 +136,19 @@ def test_features_on_disk_train_the_same_draft(trained):
         [float(row["loss"]) for row in metrics(path)] for path in (output, trained.output)
     )
     np.testing.assert_allclose(made, wanted, rtol=1e-5)
+
+
+def test_the_evaluation_knows_how_visual_tokens_are(trained):
+    figures = json.loads((trained.output / "evaluation.json").read_text())
+    buckets = figures["visual_buckets"]
+    # The picture's answer alone is scored, and all of it but the token of prefill.
+    assert sum(buckets[name]["share"] for name in ("top", "middle", "zero")) == pytest.approx(1)
+    steps = sum(buckets[name]["steps"] for name in ("top", "middle", "zero"))
+    assert 0 < steps <= 15
+    assert set(figures["tau_by_visual_bucket"]) == {"top", "middle", "zero"}
+    for name in ("training", "positions", "visual_buckets"):
+        with Image.open(trained.output / f"{name}.png") as picture:
+            assert min(picture.size) > 300
 
 
 def test_evaluation_and_the_batch_tool_agree(trained, tmp_path, target_folder):
@@ -153,7 +172,8 @@ def test_evaluation_and_the_batch_tool_agree(trained, tmp_path, target_folder):
 
 
 def test_the_same_seed_gives_the_same_run_and_answers_are_reused(trained, caplog):
-    again = {**trained.config, "output": str(trained.folder / "again")}
+    # D09: evaluations on the way change nothing.
+    again = {**trained.config, "output": str(trained.folder / "again"), "eval_every": 15}
     output = Path(again["output"])
     output.mkdir()
     answers = (trained.output / "answers.jsonl").read_bytes()
@@ -167,6 +187,12 @@ def test_the_same_seed_gives_the_same_run_and_answers_are_reused(trained, caplog
         return [{k: v for k, v in row.items() if k != "seconds"} for row in metrics(path)]
 
     assert figures(output) == figures(trained.output)
+    on_the_way = [json.loads((output / f"evaluations/{n}.json").read_text()) for n in (15, 30)]
+    assert [evaluation["parity"] for evaluation in on_the_way] == [True, True]
+    assert sorted(path.name for path in (output / "evaluations").iterdir()) == [
+        "15.json",
+        "30.json",
+    ]
     weights = "draft/model.safetensors"
     assert (output / weights).read_bytes() == (trained.output / weights).read_bytes()
 

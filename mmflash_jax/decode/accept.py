@@ -32,8 +32,10 @@ def cut(
 ) -> Acceptance:
     """End each row at its first stop token, else at its limit, inside the block.
 
-    A stop token in the last allowed place counts as a stop.
+    Before that, `count` tokens of it hold, of which all but the last are drafts. A stop token in
+    the last allowed place counts as a stop.
     """
+    drafted = count - 1
     count = jnp.minimum(count, state.limit - state.num_tokens)
     place = jnp.arange(ids.shape[1])
     is_stop = jnp.isin(ids, jnp.asarray(stop_ids, jnp.int32)) & (place < count[:, None])
@@ -44,5 +46,6 @@ def cut(
     return Acceptance(
         ids=ids,
         count=jnp.where(state.running, count, 0).astype(jnp.int32),
+        drafted=jnp.where(state.running, jnp.minimum(drafted, count), 0).astype(jnp.int32),
         reason=jnp.where(state.running, reason, state.reason).astype(jnp.int32),
     )

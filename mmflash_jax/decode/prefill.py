@@ -240,6 +240,7 @@ def _first_token(
         reason=jnp.where(limit > 0, RUNNING, ABSENT),
         steps=zero,
         committed=jnp.zeros((batch, plan.drafter.block), jnp.int32),
+        drafted=jnp.zeros((batch, room), bool),
         cache=cache,
         draft=draft,
         sampling=sampling,

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmflash_jax.decode.sampling import GREEDY, Sampling, SamplingSettings
 from mmflash_jax.drafters import Drafter
@@ -83,6 +83,8 @@ class DecodeState:
     reason: int32 `[B]`, RUNNING, or why the row ended; ABSENT marks rows without a request.
     steps: int32 `[B]`, verify steps taken while running.
     committed: int32 `[B, block]`, how many of those steps committed index + 1 tokens.
+    drafted: bool `[B, N]`, which tokens are accepted drafts; the others are the target's own
+        choice: the token of prefill, then the one that ends each step.
     cache: the target's, valid for `length` tokens.
     draft: the drafter's state, valid for `length` tokens.
     sampling: how each row's tokens are chosen; None if all rows are greedy.
@@ -102,6 +104,7 @@ class DecodeState:
     reason: Int[Array, " B"]
     steps: Int[Array, " B"]
     committed: Int[Array, "B block"]
+    drafted: Bool[Array, "B N"]
     cache: Any
     draft: Any
     sampling: Sampling | None
@@ -135,9 +138,12 @@ class Acceptance:
     ids: int32 `[B, block]`, accepted drafts and then the target's own token; `count` of them count.
     count: int32 `[B]`, 0 for rows that do not run, else 1 .. block, already cut at a stop token
         and at the row's limit.
+    drafted: int32 `[B]`, how many of these are drafts: the first ones, `count` - 1 of them unless
+        the row was cut inside them.
     reason: int32 `[B]`, the row's state after this step.
     """
 
     ids: Int[Array, "B block"]
     count: Int[Array, " B"]
+    drafted: Int[Array, " B"]
     reason: Int[Array, " B"]

@@ -98,6 +98,7 @@ def commit(
         reason=acceptance.reason,
         steps=state.steps + state.running,
         committed=state.committed + (place == count[:, None] - 1),
+        drafted=state.drafted.at[rows, slot].set(place < acceptance.drafted[:, None], mode="drop"),
         cache=plan.target.commit(verification.cache, count),
         draft=plan.drafter.absorb(
             params["drafter"], state.draft, verification.features, state.length, count

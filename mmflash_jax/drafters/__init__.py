@@ -4,6 +4,7 @@ from mmflash_jax.drafters.base import Drafter, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.drafters.none import NoDraft
 
-DRAFTERS = {"DFlashDraftModel": DFlash}
+# The second name is what the speculators library gives where it made no model yet.
+DRAFTERS = {"DFlashDraftModel": DFlash, "DFlashSpeculator": DFlash}
 
 __all__ = ["DRAFTERS", "DFlash", "Drafter", "FitError", "Heads", "NoDraft", "Proposal"]

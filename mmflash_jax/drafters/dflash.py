@@ -197,7 +197,7 @@ class DFlash:
                 f"hidden_size of the borrowed head: draft {c.hidden_size}, "
                 f"target {target.hidden_size}"
             )
-        if c.num_target_layers != layers:
+        if c.num_target_layers not in (None, layers):
             problems.append(f"num_target_layers: draft {c.num_target_layers}, target {layers}")
         outside = [i for i in c.target_layer_ids if not 0 <= i < layers]
         if outside:

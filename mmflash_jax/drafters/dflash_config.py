@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mmflash_jax.drafters.speculators_layout import from_speculators
 from mmflash_jax.weights.hf_config import ConfigError, expect, require, rope_theta
 
 
@@ -30,7 +31,7 @@ class Config:
     rope_theta: float
     vocab_size: int
     layers: tuple[Layer, ...]
-    num_target_layers: int
+    num_target_layers: int | None
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
     block_size: int
@@ -43,15 +44,20 @@ class Config:
     def from_hf(cls, config: Mapping[str, Any]) -> "Config":
         """From z-lab's layout, whose own keys sit in `dflash_config` or at top level.
 
+        The layout of speculators is read too; it need not name `num_target_layers`.
+
         Raises:
             ConfigError: a field is missing, contradictory or asks for what is not implemented.
         """
         where = "draft config.json"
+        needed = ["num_target_layers"]
+        if "speculators_model_type" in config:
+            config, needed = from_speculators(config), []
         expect(config, where, hidden_act=["silu"], architectures=[["DFlashDraftModel"]])
         _refuse_foreign_rotary(config, where)
         names = [
             "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "rms_norm_eps", "vocab_size", "num_target_layers",
+            "head_dim", "rms_norm_eps", "vocab_size", *needed,
         ]  # fmt: skip
         fields = {name: require(config, name, where) for name in names}
         ids = _own(config, "target_layer_ids")
@@ -66,7 +72,7 @@ class Config:
             raise ConfigError(f"{where}: block_size is {block!r}, expected a number of at least 2")
         cap = _own(config, "final_logit_softcapping")
         return cls(
-            **fields,
+            **{"num_target_layers": config.get("num_target_layers"), **fields},
             target_hidden_size=config.get("target_hidden_size") or fields["hidden_size"],
             attention_bias=bool(config.get("attention_bias", False)),
             rope_theta=rope_theta(config, where),

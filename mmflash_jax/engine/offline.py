@@ -26,6 +26,7 @@ class Completion:
     finish_reason: "stop" or "length".
     steps: verify steps, the prefill's token takes none.
     committed: int `[block]`, steps that committed index + 1 tokens.
+    drafted: bool `[T]`, which of the decoded tokens are accepted drafts.
     """
 
     token_ids: tuple[int, ...]
@@ -33,6 +34,7 @@ class Completion:
     prompt_tokens: int
     steps: int
     committed: np.ndarray
+    drafted: np.ndarray
 
     @property
     def tau(self) -> float | None:
@@ -114,8 +116,15 @@ def until_stop(
 
 
 def _completions(prompts: Sequence[Prompt], state: DecodeState) -> list[Completion]:
-    small = (state.tokens, state.num_tokens, state.reason, state.steps, state.committed)
-    tokens, counts, reasons, steps, committed = (np.asarray(x) for x in jax.device_get(small))
+    tokens, counts, reasons, steps, committed, drafted = (
+        np.asarray(x)
+        for x in jax.device_get(
+            (
+                state.tokens, state.num_tokens, state.reason, state.steps, state.committed,
+                state.drafted,
+            )
+        )
+    )  # fmt: skip
     return [
         Completion(
             token_ids=tuple(int(id) for id in tokens[row, : counts[row]]),
@@ -123,6 +132,7 @@ def _completions(prompts: Sequence[Prompt], state: DecodeState) -> list[Completi
             prompt_tokens=len(prompt.ids),
             steps=int(steps[row]),
             committed=committed[row],
+            drafted=drafted[row, : counts[row]],
         )
         for row, prompt in enumerate(prompts)
     ]

@@ -16,11 +16,11 @@ from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.demo.corpus import final_answer
 from mmflash_jax.drafters import DFlash, NoDraft
 from mmflash_jax.engine.images import ImageError, open_image
-from mmflash_jax.engine.offline import Answers, Completion, answer, until_stop
+from mmflash_jax.engine.offline import Answers, Completion, until_stop
 from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
-from mmflash_jax.evaluation.exactness import Parity, compare
+from mmflash_jax.evaluation.measure import decode_all, measure
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
@@ -44,11 +44,6 @@ class Session:
     plan: Plan
     params: Params
     encoder: PromptEncoder
-
-    @property
-    def plain(self) -> Plan:
-        """The same target without a draft."""
-        return Plan(self.plan.target, NoDraft(), self.plan.stop_ids)
 
 
 def load(config: ServeConfig) -> Session:
@@ -78,16 +73,6 @@ class Job:
     prompt: Prompt
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """All runs over the same prompts: drafted, plain, and drafted over blanked images."""
-
-    drafted: Answers
-    plain: Answers | None
-    parity: Parity | None
-    blank: Answers | None
-
-
 def run(config: ServeConfig) -> int:
     """Answer the prompts; returns the exit code: 1 if a line was bad or parity failed."""
     _check_writable(config.output, config.report)
@@ -99,31 +84,34 @@ def run(config: ServeConfig) -> int:
     config = dataclasses.replace(config, max_length=longest)
     lines, jobs = prepare(session.encoder, lines, config.max_length)
     prompts = [job.prompt for job in jobs]
-    drafted = _answer(session.plan, session.params, prompts, config.batch, "decode")
-    ended = [
-        until_stop(session.encoder.decode, completion, job.request.stop)
-        for job, completion in zip(jobs, drafted.completions, strict=True)
-    ]
-    texts = [text for text, _ in ended]
-    if config.output:
-        # Before the comparisons: whatever happens to them, the answers are safe.
-        write_answers(config.output, lines, jobs, texts, [completion for _, completion in ended])
-    outcome = compare_with_other_runs(session, jobs, drafted, config)
-    report.print_answers([job.line for job in jobs], texts, outcome.drafted, outcome.parity)
+    texts: list[str] = []
+
+    def keep(drafted: Answers) -> None:
+        ended = [
+            until_stop(session.encoder.decode, completion, job.request.stop)
+            for job, completion in zip(jobs, drafted.completions, strict=True)
+        ]
+        texts.extend(text for text, _ in ended)
+        if config.output:
+            write_answers(config.output, lines, jobs, texts, [cut for _, cut in ended])
+
+    measured = measure(
+        session.plan, session.params, prompts, config.batch, plain=config.plain, on_drafted=keep
+    )
+    blank = answer_blanked(session, jobs, config)
+    report.print_answers([job.line for job in jobs], texts, measured)
     for line in lines:
         if line.error:
             log.error(line.error)
     expected = [job.line.answer for job in jobs]
     figures = report.figures(
         session.plan,
-        outcome.drafted,
-        outcome.plain,
-        outcome.parity,
+        measured,
         accuracy=accuracy(texts, expected),
         accuracy_blank=None
-        if outcome.blank is None
+        if blank is None
         else accuracy(
-            [session.encoder.decode(c.token_ids) for c in outcome.blank.completions],
+            [session.encoder.decode(c.token_ids) for c in blank.completions],
             [job.line.answer for job in jobs if job.line.answer is not None and job.prompt.images],
         ),
     )
@@ -176,31 +164,14 @@ def fit_to_cache(prompt: Prompt, max_length: int) -> Prompt:
     return dataclasses.replace(prompt, max_tokens=min(prompt.max_tokens, room))
 
 
-def compare_with_other_runs(
-    session: Session, jobs: Sequence[Job], drafted: Answers, config: ServeConfig
-) -> Outcome:
-    """The drafted answers beside those without the draft and those over blanked images."""
-    prompts = [job.prompt for job in jobs]
-    plain = parity = None
-    if config.plain:
-        plain = _answer(session.plain, session.params, prompts, config.batch, "decode plainly")
-        parity = compare(
-            session.plan, session.params, prompts, drafted.completions, plain.completions
-        )
+def answer_blanked(session: Session, jobs: Sequence[Job], config: ServeConfig) -> Answers | None:
+    """Answers to the graded prompts with pictures when these are grey; None if there are none."""
     graded = [job for job in jobs if job.line.answer is not None and job.prompt.images]
-    blank = None
-    if graded:
-        blanked = [session.encoder.encode(without_picture(job.request)) for job in graded]
-        fitted = [fit_to_cache(prompt, config.max_length) for prompt in blanked]
-        blank = _answer(session.plan, session.params, fitted, config.batch, "decode blanked")
-    return Outcome(drafted, plain, parity, blank)
-
-
-def _answer(
-    plan: Plan, params: Params, prompts: Sequence[Prompt], batch: int, title: str
-) -> Answers:
-    with tqdm(total=len(prompts), desc=title, unit="prompt") as bar:
-        return answer(plan, params, prompts, batch=batch, on_progress=bar.update)
+    if not graded:
+        return None
+    blanked = [session.encoder.encode(without_picture(job.request)) for job in graded]
+    fitted = [fit_to_cache(prompt, config.max_length) for prompt in blanked]
+    return decode_all(session.plan, session.params, fitted, config.batch, "decode blanked")
 
 
 def without_picture(request: Request) -> Request:

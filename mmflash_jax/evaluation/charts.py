@@ -15,17 +15,14 @@ from typing import Any
 
 import tyro
 from PIL import Image
-from tqdm import tqdm
 
 from mmflash_jax.config import ServeConfig
 from mmflash_jax.demo.charts import STYLES
 from mmflash_jax.demo.corpus import ChartExample, is_correct, sample_examples
-from mmflash_jax.engine.offline import Answers, answer
 from mmflash_jax.engine.prompts import Request
 from mmflash_jax.evaluation import report
-from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
 from mmflash_jax.evaluation.batch import Session, load
-from mmflash_jax.evaluation.exactness import compare
+from mmflash_jax.evaluation.measure import measure
 
 PICTURES = ("image", "grey", "white", "swapped")
 
@@ -82,29 +79,18 @@ def evaluate_style(
             )
             for e, image in zip(examples, shown, strict=True)
         ]
-        drafted = _decode(session, prompts, arguments.batch, f"{examples[0].style}, {picture}")
+        measured = measure(
+            session.plan, session.params, prompts, arguments.batch,
+            title=f"{examples[0].style}, {picture}", plain=picture == "image",
+        )  # fmt: skip
+        drafted = measured.drafted
         texts = [session.encoder.decode(c.token_ids) for c in drafted.completions]
         right = [is_correct(text, e) for text, e in zip(texts, examples, strict=True)]
         figures[f"accuracy_{picture}"] = sum(right) / len(right)
         if picture == "image":
-            plain = answer(session.plain, session.params, prompts, batch=arguments.batch)
-            parity = compare(
-                session.plan, session.params, prompts, drafted.completions, plain.completions
-            )
-            figures |= {
-                "tau": pooled_tau(drafted.completions),
-                "accepted_per_position": accepted_per_position(drafted.completions),
-                "mean_answer_tokens": sum(len(c.token_ids) for c in drafted.completions)
-                / len(drafted.completions),
-                "parity": parity.holds,
-                "rows_equal": sum(parity.equal),
-            }
+            lengths = [len(completion.token_ids) for completion in drafted.completions]
+            figures |= measured.figures() | {"mean_answer_tokens": sum(lengths) / len(lengths)}
     return figures
-
-
-def _decode(session: Session, prompts: list[Any], batch: int, title: str) -> Answers:
-    with tqdm(total=len(prompts), desc=title, unit="prompt") as bar:
-        return answer(session.plan, session.params, prompts, batch=batch, on_progress=bar.update)
 
 
 def _picture(examples: Sequence[ChartExample], index: int, kind: str) -> Image.Image:

@@ -10,37 +10,17 @@ import jax
 
 import mmflash_jax
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.engine.offline import Answers
 from mmflash_jax.engine.prompt_files import Line
-from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
 from mmflash_jax.evaluation.exactness import Parity
+from mmflash_jax.evaluation.measure import Measured
 
 
 def figures(
-    plan: Plan,
-    drafted: Answers,
-    plain: Answers | None,
-    parity: Parity | None,
-    *,
-    accuracy: float | None,
-    accuracy_blank: float | None,
+    plan: Plan, measured: Measured, *, accuracy: float | None, accuracy_blank: float | None
 ) -> dict[str, Any]:
-    """Everything that `--report` writes. Speed is decoding alone: no prefill, no compilation.
-
-    Speeds are left out when parity fails: a wrong verifier agrees with any draft.
-    """
-    trusted = parity is None or parity.holds
-    compared = parity if drafted.completions else None
-    return {
-        "prompts": len(drafted.completions),
-        "tau": pooled_tau(drafted.completions) if drafted.completions else None,
-        "accepted_per_position": accepted_per_position(drafted.completions)
-        if drafted.completions
-        else [],
-        "tokens_per_s": drafted.timing.tokens_per_s if trusted else None,
-        "plain_tokens_per_s": plain.timing.tokens_per_s if plain and trusted else None,
-        "parity": None if compared is None else compared.holds,
-        "rows_equal": None if compared is None else sum(compared.equal),
+    """Everything that `--report` writes."""
+    parity = measured.parity
+    return measured.figures() | {
         "divergences": []
         if parity is None
         else [
@@ -70,15 +50,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def print_answers(
-    lines: Sequence[Line], texts: Sequence[str], drafted: Answers, parity: Parity | None
-) -> None:
+def print_answers(lines: Sequence[Line], texts: Sequence[str], measured: Measured) -> None:
     """One paragraph a prompt."""
     out = sys.stdout
     for row, (line, text, completion) in enumerate(
-        zip(lines, texts, drafted.completions, strict=True)
+        zip(lines, texts, measured.drafted.completions, strict=True)
     ):
-        same = "" if parity is None else _verdict(parity, row)
+        same = "" if measured.parity is None else _verdict(measured.parity, row)
         tau = "-" if completion.tau is None else f"{completion.tau:.2f}"
         out.write(f"[{line.id}] {line.question}\n")
         out.write(f"  {text}\n")

@@ -24,6 +24,7 @@ logging.getLogger("absl").setLevel(logging.WARNING)
 # step.
 MAY_CHANGE = (
     "output", "log_every", "save_every", "keep", "tensorboard", "mesh", "features", "eval_prompts",
+    "eval_every",
 )  # fmt: skip
 
 
@@ -87,14 +88,18 @@ class Checkpoints:
         self._manager.close()
 
 
-def read_newest(folder: Path) -> tuple[dict[str, Any], Any]:
-    """The newest record under `folder` and a function from like arrays to the draft's parameters.
+def read_checkpoint(folder: Path, step: int | None = None) -> tuple[dict[str, Any], Any]:
+    """A record under `folder` and a function from like arrays to the draft's parameters.
+
+    The record is the newest one, or that of `step`.
 
     Raises:
-        ConfigError: there is no checkpoint.
+        ConfigError: there is no checkpoint, or none of that step.
     """
     manager = _manager(folder.absolute(), None) if folder.is_dir() else None
-    record = _record(manager) if manager else None
+    if manager is not None and step is not None and step not in manager.all_steps():
+        raise ConfigError(f"step is {step}, {folder} holds {sorted(manager.all_steps())}")
+    record = _record(manager, step) if manager else None
     if manager is None or record is None:
         raise ConfigError(f"no checkpoint in {folder}")
 
@@ -116,8 +121,8 @@ def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder, options=options)
 
 
-def _record(manager: ocp.CheckpointManager) -> dict[str, Any] | None:
-    step = manager.latest_step()
+def _record(manager: ocp.CheckpointManager, step: int | None = None) -> dict[str, Any] | None:
+    step = manager.latest_step() if step is None else step
     if step is None:
         return None
     try:

@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -63,8 +64,12 @@ def fit(
     rows: Sequence[Row],
     config: TrainConfig,
     checkpoints: Checkpoints,
+    evaluate: Callable[[int, Params], object] | None = None,
 ) -> Params:
     """Train a draft on `rows` from its newest checkpoint, or afresh; returns float32 parameters.
+
+    `evaluate` receives step and parameters every `eval_every` steps but the last; every process
+    calls it. It must not change them.
 
     Raises:
         ConfigError: too few rows or devices, or features on disk that are not those of this run.
@@ -74,9 +79,7 @@ def fit(
     settings = config.optimiser
     wide = DFlash(plan.drafter.config, "float32")  # pyright: ignore[reportAttributeAccessIssue]
     mesh = make_training_mesh(config.mesh.data, config.mesh.fsdp)
-    recipe = Recipe(
-        plan, make_optimiser(settings), config.objective, settings.seed, settings.accumulate, mesh
-    )
+    recipe = Recipe(plan, make_optimiser(settings), config.objective, settings.accumulate, mesh)
     params = wide.init_params(settings.seed)
     if mesh is not None:
         params = place(params, lambda x: split_largest_axis(x.shape, mesh, "fsdp"))
@@ -100,14 +103,15 @@ def fit(
     def save(state: TrainState) -> None:
         checkpoints.save(state, source.get_state(), wide.config.to_hf(), vars(progress))
 
-    with StopRequest() as stop, _metrics_writer(config, done, writes=writes) as writer:
+    columns = [*METRICS, *_by_slot(range(plan.drafter.block - 1))]
+    with StopRequest() as stop, _metrics_writer(config, columns, done, writes=writes) as writer:
         steps = range(done + 1, settings.steps + 1)
         for number in tqdm(
             steps, desc="train", unit="step", initial=done, total=settings.steps,
             disable=not writes,
         ):  # fmt: skip
             batch = to_devices(next(source), mesh)
-            state, metrics = train_step(recipe, target_params, state, batch)
+            state, metrics = train_step(recipe, target_params, state, batch, settings.seed)
             last = number == settings.steps
             logs = number % config.log_every == 0 or last
             # Processes hear of a signal at different times and must stop at the same step.
@@ -119,21 +123,28 @@ def fit(
                 values = {name: float(metrics[name]) for name in METRICS}
                 progress.add({"step": number, **values})
                 if writer is not None:
-                    writer.write(number, values)
+                    writer.write(number, values | _by_slot(metrics["accuracy_per_position"]))
                 log.info("step %d %s", number, {k: round(v, 4) for k, v in values.items()})
             if saves:
                 save(state)
+            if evaluate and config.eval_every and number % config.eval_every == 0 and not last:
+                evaluate(number, state.params)
             if stopped:
                 raise Stopped(number, stopped)
     return state.params
 
 
+def _by_slot(accuracy: Iterable[Any]) -> dict[str, float]:
+    """Share of right slots 1 .. block - 1, by column name."""
+    return {f"accuracy_{slot}": float(share) for slot, share in enumerate(accuracy, 1)}
+
+
 def _metrics_writer(
-    config: TrainConfig, step: int, *, writes: bool
+    config: TrainConfig, names: Sequence[str], step: int, *, writes: bool
 ) -> contextlib.AbstractContextManager[MetricsWriter | None]:
     if not writes:
         return contextlib.nullcontext()
-    return MetricsWriter(config.output, METRICS, step=step, tensorboard=config.tensorboard)
+    return MetricsWriter(config.output, names, step=step, tensorboard=config.tensorboard)
 
 
 def _check_finite(state: TrainState, checkpoints: Checkpoints) -> None:

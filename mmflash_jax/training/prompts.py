@@ -53,6 +53,10 @@ class Prompts(Sequence[Prompt]):
         if bad:
             raise PromptError("\n".join(bad))
 
+    @property
+    def requests(self) -> Sequence[Request]:
+        return self._requests
+
     def __len__(self) -> int:
         return len(self._requests)
 

@@ -25,6 +25,7 @@ from mmflash_jax.training.objective import block_loss
 from mmflash_jax.training.teacher import whole_rows
 
 METRICS = ("loss", "accuracy", "kept", "grad_norm")
+"""Of every step; `accuracy_per_position` `[block - 1]` comes with them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,6 @@ class Recipe:
     plan: Plan
     transform: optax.GradientTransformation
     objective: ObjectiveConfig
-    seed: int = 0
     accumulate: int = 1
     mesh: Mesh | None = None
 
@@ -49,7 +49,7 @@ class TrainState:
 
     params: the draft's, float32.
     optimiser: moments and step counts of the optimiser.
-    step: updates made so far. Random numbers of a step follow from the seed and this.
+    step: updates made so far. Random numbers of a step follow from the run's seed and this.
     bad_step: the first step whose loss or gradient was not finite, 0 if there was none. It stays
         on the device, so that the loop need not wait for every step to know.
     """
@@ -96,19 +96,23 @@ def _keep_split(state: TrainState, mesh: Mesh | None) -> TrainState:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def train_step(
-    recipe: Recipe, target_params: Params, state: TrainState, batch: dict[str, Any]
+    recipe: Recipe,
+    target_params: Params,
+    state: TrainState,
+    batch: dict[str, Any],
+    seed: Array | int = 0,
 ) -> tuple[TrainState, dict[str, Array]]:
-    """One update, and its `METRICS`.
+    """One update, and its `METRICS`. Runs of another `seed` share the compiled program.
 
     The parts of an accumulated batch count as in one pass over all of it: gradients and losses
-    are sums over slots, divided once by the weight of all slots. `accuracy` and `kept` are means
+    are sums over slots, divided once by the weight of all slots. Accuracies and `kept` are means
     of the parts under the same weights.
     """
     number = state.step + 1
     objective = recipe.objective
     # Drawn for the whole batch: the same blocks, however many parts it has.
     anchors, valid = sample_anchors(
-        jax.random.fold_in(jax.random.key(recipe.seed), number),
+        jax.random.fold_in(jax.random.key(seed), number),
         batch["prompt_len"], batch["total_len"], objective.anchors, batch["ids"].shape[1],
         token_weight=batch.get("weight"),
     )  # fmt: skip
@@ -116,19 +120,19 @@ def train_step(
     per_row |= {"anchors": anchors, "valid": valid}
     per_row["positions"] = jnp.moveaxis(batch["positions"], 1, 0)
 
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(METRICS[:-1], ())
+    shapes["accuracy_per_position"] = (recipe.plan.drafter.block - 1,)
+
     def add(total: Any, part: dict[str, Array]) -> tuple[Any, None]:
         part = {**part, "media": batch["media"], "positions": jnp.moveaxis(part["positions"], 0, 1)}
         (loss, metrics), gradients = _loss_and_gradients(recipe, target_params, state.params, part)
         weight = metrics["weight_sum"]
-        shown = {"loss": loss, **{name: metrics[name] for name in METRICS[1:-1]}}
+        shown = {"loss": loss, **{name: metrics[name] for name in shapes if name != "loss"}}
         weighted = jax.tree.map(lambda x: x * weight, (gradients, shown))
         return jax.tree.map(jnp.add, total, (weighted, weight)), None
 
-    zero = jnp.zeros(())
-    start = (
-        (jax.tree.map(jnp.zeros_like, state.params), dict.fromkeys(METRICS[:-1], zero)),
-        zero,
-    )
+    zeros = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    start = ((jax.tree.map(jnp.zeros_like, state.params), zeros), jnp.zeros(()))
     (sums, weight), _ = jax.lax.scan(add, start, _parts(per_row, recipe.accumulate))
     gradients, metrics = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-6), sums)
     norm = optax.global_norm(gradients)

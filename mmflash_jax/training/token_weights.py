@@ -71,19 +71,22 @@ def token_weights(
 def into_box(raw: np.ndarray, low: float, high: float) -> np.ndarray:
     """`clip(scale * raw, low, high)` of the one scale that makes its mean 1.
 
-    The mean rises with the scale, from `low` to `high`, which enclose 1: halving finds it. Clipping
-    after the scale, rather than before, keeps mean and box true at once.
+    Clipping after the scale, rather than before, keeps mean and box true at once. The sum rises
+    with the scale, in straight lines between the scales at which a value enters or leaves the box.
     """
-    if raw.max() == raw.min():
+    if raw.max() == raw.min() or low == 1 or high == 1:
         return np.ones_like(raw)
-    small, large = low / raw.max(), high / raw.min()
-    for _ in range(100):
-        scale = (small + large) / 2
-        if np.clip(scale * raw, low, high).mean() < 1:
-            small = scale
-        else:
-            large = scale
-    return np.clip(large * raw, low, high)
+    count, order = len(raw), np.sort(raw)
+    before = np.concatenate([[0.0], np.cumsum(order)])
+    scales = np.sort(np.concatenate([low / order, high / order]))
+    small = np.searchsorted(order, low / scales)
+    large = np.maximum(np.searchsorted(order, high / scales), small)
+    sums = small * low + (before[large] - before[small]) * scales + (count - large) * high
+    # From count * low to count * high, which enclose count.
+    at = int(np.searchsorted(sums, count))
+    rise = (count - sums[at - 1]) / (sums[at] - sums[at - 1])
+    scale = scales[at - 1] + rise * (scales[at] - scales[at - 1])
+    return np.clip(scale * raw, low, high)
 
 
 def _by_group(visual: np.ndarray, score: np.ndarray) -> np.ndarray:

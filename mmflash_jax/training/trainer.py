@@ -1,6 +1,5 @@
 """A training run from prompts to an evaluated draft: prepare, fit, export, evaluate."""
 
-import json
 import logging
 import shutil
 from collections.abc import Sequence
@@ -17,10 +16,8 @@ from mmflash_jax.drafters import NoDraft
 from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.drafters.dflash_config import Config as DraftConfig
 from mmflash_jax.drafters.dflash_config import default_layer_ids
-from mmflash_jax.engine.offline import answer
 from mmflash_jax.engine.prompts import PromptEncoder
-from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
-from mmflash_jax.evaluation.exactness import compare
+from mmflash_jax.evaluation.plots import plot_run
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
@@ -34,7 +31,8 @@ from mmflash_jax.targets import Target
 from mmflash_jax.training.answers import answers_of
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row, make_row, prompt_requests
-from mmflash_jax.training.export import write_draft
+from mmflash_jax.training.export import as_shipped, join_parts, write_draft
+from mmflash_jax.training.held_out import Evaluation
 from mmflash_jax.training.loop import fit
 from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
@@ -65,23 +63,31 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id))
     rows, held_out = prepare(plain, target_params, encoder, config)
 
-    params = fit(Plan(target, drafter, plain.stop_ids), target_params, rows, config, checkpoints)
+    evaluation = Evaluation(plain, target_params, held_out, encoder, config)
+
+    def on_the_way(step: int, params: Params) -> None:
+        whole = join_parts(params)
+        if len(held_out) and jax.process_index() == 0:
+            # A copy on one device, which is where decoding runs.
+            local = jax.device_put(as_shipped(jax.device_get(whole), dtype), jax.devices()[0])
+            evaluation.run(drafter, local, config.output / "evaluations" / f"{step}.json")
+
+    plan = Plan(target, drafter, plain.stop_ids)
+    params = fit(plan, target_params, rows, config, checkpoints, on_the_way)
     checkpoints.close()
     write_draft(config.output / "draft", drafter, params)
     figures: dict[str, Any] = {}
     if len(held_out) and jax.process_index() == 0:
         # What ships: the exported folder, read as a server reads it.
         served, served_params = load_drafter(config.output / "draft", target, dtype)
-        everything = {"target": target_params, "drafter": served_params}
-        plan = Plan(target, served, plain.stop_ids)
-        figures = evaluate(plan, everything, held_out, config.generate.batch)
-        (config.output / "evaluation.json").write_text(json.dumps(figures, indent=2) + "\n")
+        figures = evaluation.run(served, served_params, config.output / "evaluation.json")
+        plot_run(config.output, figures)
     wait_for_all()
     return figures
 
 
 def _forget(config: TrainConfig) -> None:
-    for name in ("checkpoints", "tensorboard"):
+    for name in ("checkpoints", "tensorboard", "evaluations"):
         shutil.rmtree(config.output / name, ignore_errors=True)
     (config.output / "metrics.csv").unlink(missing_ok=True)
 
@@ -170,22 +176,3 @@ def media_features(
             ]
             features.append(np.concatenate([empty, *pieces]))
     return features
-
-
-def evaluate(
-    plan: Plan, params: dict[str, Params], prompts: Sequence[Prompt], batch: int
-) -> dict[str, Any]:
-    """Decode held-out prompts with the new draft, by the loop that serves."""
-    drafted = answer(plan, params, prompts, batch=batch)
-    plain = answer(Plan(plan.target, NoDraft(), plan.stop_ids), params, prompts, batch=batch)
-    parity = compare(plan, params, prompts, drafted.completions, plain.completions)
-    return {
-        "prompts": len(prompts),
-        "tau": pooled_tau(drafted.completions),
-        "accepted_per_position": accepted_per_position(drafted.completions),
-        "parity": parity.holds,
-        "equal": sum(parity.equal),
-        # A speed counts only if the answers are the target's own.
-        "tokens_per_s": drafted.timing.tokens_per_s if parity.holds else None,
-        "plain_tokens_per_s": plain.timing.tokens_per_s if parity.holds else None,
-    }

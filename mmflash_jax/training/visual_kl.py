@@ -56,7 +56,7 @@ def visual_weights(
     scored = visual_scores(plan, target_params, requests, prompts, answers, encoder, config)
     image_id = plan.target.config.image_token_id
     return [
-        _weights_of(answer, scores, config.row_length - len(prompt.ids), image_id, settings)
+        weights_of(answer, scores, config.row_length - len(prompt.ids), image_id, settings)
         for prompt, answer, scores in zip(prompts, answers, scored, strict=True)
     ]
 
@@ -77,8 +77,8 @@ def visual_scores(
     """
     settings = config.visual
     assert settings is not None
-    vocabulary = _vocabulary(plan, encoder)
-    journal = Journal(visual_path(config), _header(plan, vocabulary, config), "score anew")
+    header = _header(plan, vocabulary_of(plan, encoder), config)
+    journal = Journal(visual_path(config), header, "score anew")
     lines = journal.read()
     _check(journal, lines, prompts, answers)
     if lines:
@@ -95,16 +95,9 @@ def visual_scores(
             for members, end in groups:
                 if end <= len(lines):
                     continue
-                made: dict[int, Scores] = {}
-                if members:
-                    scores = score_answers(
-                        plan, target_params,
-                        [prompts[index] for index in members],
-                        [_ablated(requests[i], prompts[i], encoder, settings) for i in members],
-                        [answers[index] for index in members],
-                        rows=settings.batch, vocabulary=vocabulary, cap=settings.cap,
-                    )  # fmt: skip
-                    made = dict(zip(members, scores, strict=True))
+                made = _score(
+                    plan, target_params, requests, prompts, answers, encoder, settings, members
+                )
                 fresh = [_to_line(made.get(index)) for index in range(len(lines), end)]
                 write(fresh)
                 bar.update(len(fresh))
@@ -112,13 +105,58 @@ def visual_scores(
     return [_from_line(line) for line in lines]
 
 
-def _weights_of(
+def score_all(
+    plan: Plan,
+    target_params: Params,
+    requests: Sequence[Request],
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    encoder: PromptEncoder,
+    settings: VisualConfig,
+) -> list[Scores | None]:
+    """Scores of every answer, None for those without pictures; nothing is read or written."""
+    made: dict[int, Scores] = {}
+    with tqdm(total=len(prompts), desc="visual", unit="prompt") as bar:
+        for members, end in _groups(prompts, answers, settings.batch):
+            made |= _score(
+                plan, target_params, requests, prompts, answers, encoder, settings, members
+            )
+            bar.update(end - bar.n)
+    return [made.get(index) for index in range(len(prompts))]
+
+
+def _score(
+    plan: Plan,
+    target_params: Params,
+    requests: Sequence[Request],
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    encoder: PromptEncoder,
+    settings: VisualConfig,
+    members: Sequence[int],
+) -> dict[int, Scores]:
+    """Scores of the answers with these numbers, at most `settings.batch` of them."""
+    if not members:
+        return {}
+    # Encoded once: an index into `Prompts` opens the picture.
+    real = [prompts[index] for index in members]
+    scores = score_answers(
+        plan, target_params, real,
+        [_ablated(requests[i], p, encoder, settings) for i, p in zip(members, real, strict=True)],
+        [answers[index] for index in members],
+        rows=settings.batch, vocabulary=vocabulary_of(plan, encoder), cap=settings.cap,
+    )  # fmt: skip
+    return dict(zip(members, scores, strict=True))
+
+
+def weights_of(
     answer: Sequence[int],
     scores: Scores | None,
     room: int,
     image_id: int,
     settings: VisualConfig,
 ) -> TokenWeights:
+    """Weights of one sample, of whose answer `room` tokens fit a row."""
     ids = np.asarray(answer, np.int32)
     supervised = supervised_tokens(ids, image_id) & (np.arange(len(ids)) < room)
     score, confidence = scores or (None, None)
@@ -150,7 +188,7 @@ def _ablated(
     return made
 
 
-def _vocabulary(plan: Plan, encoder: PromptEncoder) -> int:
+def vocabulary_of(plan: Plan, encoder: PromptEncoder) -> int:
     """Ids from 0 that hold every token of the tokenizer, added ones included."""
     largest = max(encoder.tokenizer.get_vocab().values())
     return min(largest + 1, plan.target.config.vocab_size)

@@ -70,6 +70,11 @@ def check(plan: Plan, prompts: Prompts, state: DecodeState) -> None:
             assert reason == (LENGTH if count == prompt.max_tokens else RUNNING)
         assert of["committed"].sum() == of["steps"]
         assert of["committed"] @ weights == count - 1, "the first token is of no step"
+        drafted = of["drafted"]
+        assert not drafted[0]
+        assert not drafted[count:].any()
+        # Every step ends with the target's own token, if the answer does not end before.
+        assert of["steps"] == (~drafted[1:count]).sum() + drafted[count - 1]
         if isinstance(state.draft, Seen):
             # The draft's context is exactly the known tokens but the anchor, each taken in once.
             wanted = np.arange(state.draft.writes.shape[1]) < of["length"]
@@ -108,5 +113,5 @@ def proposals(plan: Plan, params: Any, state: DecodeState) -> Any:
 
 _SMALL = (
     "tokens", "num_tokens", "limit", "anchor", "length", "rope_shift", "reason", "steps",
-    "committed",
+    "committed", "drafted",
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """Drafted ids equal plain ids equal transformers' greedy ids, whatever the drafter proposes."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -65,6 +67,24 @@ def test_fused_loop_is_the_steps_one_by_one(bench):
             np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name), err_msg=name)
     for one, two in zip(meaning(plan, whole), meaning(plan, wanted), strict=True):
         assert_same_meaning(one, two, "cache")
+
+
+def test_flags_say_which_tokens_are_drafts(bench):
+    """Compared with what the drafter proposes at every step, also where a limit cuts a block."""
+    rows = (6, 1, 2)
+    plan, params = bench.scripted(drafters.ragged(bench.sequences(*rows)))
+    prompts = bench.some(*rows)
+    prompts[1] = bench.some(1, max_tokens=9)[0]
+    states = walk(plan, params, prompts)
+    for before, after in itertools.pairwise(states):
+        proposed = np.asarray(proposals(plan, params, before))
+        for row in range(len(rows)):
+            old, new = int(before.num_tokens[row]), int(after.num_tokens[row])
+            said = np.asarray(after.tokens)[row, old:new]
+            same = proposed[row, : new - old] == said[: proposed.shape[1]]
+            kept = np.cumprod(np.append(same, False))[: new - old].astype(bool)
+            np.testing.assert_array_equal(np.asarray(after.drafted)[row, old:new], kept)
+    assert np.asarray(states[-1].drafted).any()
 
 
 def test_state_after_rejections_is_that_of_plain_decoding(bench):

@@ -7,14 +7,20 @@ from mmflash_jax.engine.offline import Completion, Timing
 from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
 
 
-def completion(*counts: int, block: int = 4) -> Completion:
-    """An answer whose verify steps committed `counts` tokens, after the one of prefill."""
+def completion(*counts: int, block: int = 4, cut: bool = False) -> Completion:
+    """An answer whose verify steps committed `counts` tokens, after the one of prefill.
+
+    cut: the answer's last token is a draft.
+    """
+    drafted = [False, *(slot + 1 < count for count in counts for slot in range(count))]
+    drafted[-1] = cut
     return Completion(
         token_ids=tuple(range(1 + sum(counts))),
         finish_reason="stop",
         prompt_tokens=5,
         steps=len(counts),
         committed=np.bincount(np.array(counts, int) - 1, minlength=block),
+        drafted=np.array(drafted),
     )
 
 

@@ -20,6 +20,7 @@ from mmflash_jax.engine.offline import Answers, Completion, Timing, answer
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.exactness import Parity, compare
+from mmflash_jax.evaluation.measure import Measured
 from mmflash_jax.load import load_target
 from tests import tiny
 from tests.drafts import two_layer_target
@@ -156,9 +157,8 @@ def test_speeds_are_withheld_when_parity_fails(setup, capsys):
     plain = Answers(list(setup.plain), Timing(2.0, 30))
     wrong = changed(setup.plain[1], PLACE, (setup.plain[1].token_ids[PLACE] + 1) % 256)
     for parity in (check(setup, wrong), check(setup, setup.plain[1])):
-        figures = report.figures(
-            setup.plan, drafted, plain, parity, accuracy=None, accuracy_blank=None
-        )
+        measured = Measured(drafted, plain, parity)
+        figures = report.figures(setup.plan, measured, accuracy=None, accuracy_blank=None)
         report.print_table(figures)
         printed = capsys.readouterr().out
         assert figures["parity"] is parity.holds
