@@ -18,11 +18,63 @@ from mmflash_jax.weights.hf_config import ConfigError
 
 T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16"]
+FileKind = Literal["jsonl", "parquet"]
 Ablation = Literal["blank", "patchmask", "pixelate", "noise", "textonly"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How the tokens of a request are chosen. At temperature 0 nothing else matters.
+
+    The filters apply in the order of vLLM: temperature, min_p, top_k, top_p.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy. Holds, as the other four, for prompts that name none."""
+    top_k: int = 0
+    """Most likely tokens to sample from, 0 for all."""
+    top_p: float = 1.0
+    """Mass of the most likely tokens to sample from."""
+    min_p: float = 0.0
+    """Least probability of a sampled token, as a share of the largest."""
+    seed: int = 0
+    """Of the noise; equal seeds draw alike. Each line of a prompt file gets its own from it."""
+
+    def __post_init__(self) -> None:
+        """Refuse values without a meaning.
+
+        Raises:
+            ConfigError: naming the field, its value and the range.
+        """
+        ranges = {
+            "temperature": (0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            "top_k": (self.top_k >= 0, "0 (all) or more"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0, up to 1"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            "seed": (0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
+        }
+        for name, (holds, allowed) in ranges.items():
+            if not holds:
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be {allowed}")
+
+    @property
+    def is_greedy(self) -> bool:
+        # One token kept is the most likely one, whatever the temperature.
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def sampling(self) -> "SamplingSettings":
+        """These five fields alone, of a config that holds more."""
+        fields = dataclasses.fields(SamplingSettings)
+        return SamplingSettings(**{f.name: getattr(self, f.name) for f in fields})
+
+    def of_row(self, number: int) -> "SamplingSettings":
+        """The same with a seed of its own for row `number`."""
+        return dataclasses.replace(self.sampling, seed=((self.seed << 32) + number) % 2**64)
+
+
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(SamplingSettings):
     """Batched generation (answer prompts, compare with plain decoding, report), or with `port` a
     server."""
 
@@ -31,7 +83,7 @@ class ServeConfig:
     draft: str | None = None
     """Folder or hub id of the draft, or "none". Default: what the short name brings."""
     prompts: Path | None = None
-    """JSONL file of prompts. Default: the bundled sample prompts."""
+    """JSONL or parquet file of prompts. Default: the bundled sample prompts."""
     output: Path | None = None
     """JSONL file for the answers, one line a prompt, in order."""
     report: Path | None = None
@@ -40,16 +92,6 @@ class ServeConfig:
     """Most tokens to generate for a prompt that names no limit of its own."""
     max_length: int = 8192
     """Most tokens of a row in the cache, prompt included."""
-    temperature: float = 0.0
-    """Of prompts that name none; 0 is greedy."""
-    top_k: int = 0
-    """Most likely tokens to sample from, 0 for all."""
-    top_p: float = 1.0
-    """Mass of the most likely tokens to sample from."""
-    min_p: float = 0.0
-    """Least probability of a sampled token, as a share of the largest."""
-    seed: int = 0
-    """Of prompts that name none; each line gets a seed of its own from it."""
     batch: int = 8
     """Rows decoded at once."""
     dtype: Dtype = "auto"
@@ -82,6 +124,7 @@ class ServeConfig:
     """Largest file of an image, in MiB."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _positive(
             self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale",
             "max_queue", "max_images", "max_image_mb",
@@ -154,28 +197,39 @@ class ChartData:
 
 
 @dataclass(frozen=True)
-class JsonlData:
-    """Prompts of a JSONL file (`text`, `images`), as serve.py reads them."""
+class FileData:
+    """Prompts of files: `text` and `images`, or `messages` / `conversations` of several turns."""
 
     path: Path
-    kind: Literal["jsonl"] = "jsonl"
+    """A file, a folder of files that end in `.jsonl` or `.parquet` as `kind` says, or a pattern
+    (`data/train-*.parquet`). Image paths are relative to the file that names them."""
+    kind: FileKind = "jsonl"
+    """jsonl: one JSON object a line. parquet: one row a prompt, images as paths or as the bytes
+    that Hugging Face data sets hold."""
     held_out: int = 64
-    """The last lines of the file, kept for evaluation."""
+    """The last rows, kept for evaluation."""
 
     def __post_init__(self) -> None:
         _not_negative(self, "held_out")
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
-    """The target answers the prompts itself, greedily."""
+class GenerateConfig(SamplingSettings):
+    """The target answers the prompts itself, each row with a seed of its own.
+
+    Held-out prompts are decoded with the same settings.
+    """
 
     batch: int = 32
     """Rows answered at once."""
     max_tokens: int = 256
     """Most tokens of an answer; longer ones are cut and still used."""
+    draft: str | None = None
+    """Folder or hub id of a draft to answer with. The answers are the target's all the same, bit
+    for bit in float32 and up to ties of rounding in bfloat16; they only come sooner."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _positive(self, "batch", "max_tokens")
 
 
@@ -301,13 +355,17 @@ class TrainConfig:
     output: Path
     """Folder for answers, metrics, checkpoints and the exported draft."""
     draft: DraftShape
-    data: ChartData | JsonlData
+    data: ChartData | FileData
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     visual: VisualConfig | None = None
     """Weights of answer tokens by what they owe to the picture. Default: none, plain DFlash."""
     optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    features: Literal["online", "disk"] = "online"
+    """Where the target's features come from. online: a pass of the target in every step. disk: one
+    pass over all rows, kept beside the run; epochs after the first cost no target pass. Takes
+    2 bytes (4 in float32) x captured layers x hidden size for each token of each row."""
     row_length: int = 1024
     """Tokens of a training row; longer prompt + answer rows are cut."""
     eval_prompts: int = 64
@@ -491,7 +549,11 @@ def _build_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     options = tuple(option for option in options if option is not type(None))
     if len(options) == 1:
         return build(options[0], value, where)
-    by_kind = {option.__dataclass_fields__["kind"].default: option for option in options}
+    by_kind = {
+        kind: option
+        for option in options
+        for kind in typing.get_args(typing.get_type_hints(option)["kind"])
+    }
     kind = value.get("kind") if isinstance(value, dict) else None
     if kind not in by_kind:
         raise ConfigError(f"{where}.kind is {kind!r}, allowed: {sorted(by_kind)}")

@@ -8,7 +8,8 @@ import pytest
 
 from mmflash_jax.config import (
     ChartData,
-    JsonlData,
+    FileData,
+    SamplingSettings,
     ServeConfig,
     TrainConfig,
     as_values,
@@ -74,7 +75,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(tmp_path):
     path.write_text(SMALLEST.replace("target: demo\n", ""))
     flags = ["--target", "x", "--data", "{kind: jsonl, path: p.jsonl}"]
     config = read_yaml(path, TrainConfig, flags)
-    assert (config.target, config.data) == ("x", JsonlData(path=Path("p.jsonl")))
+    assert (config.target, config.data) == ("x", FileData(path=Path("p.jsonl")))
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
@@ -95,7 +96,21 @@ def test_defaults_fill_what_a_file_leaves_out(tmp_path):
 
 def test_a_union_is_chosen_by_kind(tmp_path):
     text = SMALLEST.replace("{kind: charts}", "{kind: jsonl, path: p.jsonl, held_out: 3}")
-    assert train_config(tmp_path, text).data == JsonlData(path=Path("p.jsonl"), held_out=3)
+    assert train_config(tmp_path, text).data == FileData(path=Path("p.jsonl"), held_out=3)
+    data = train_config(tmp_path, text.replace("kind: jsonl", "kind: parquet")).data
+    assert data == FileData(path=Path("p.jsonl"), kind="parquet", held_out=3)
+
+
+def test_serving_and_answering_sample_by_the_same_fields(tmp_path):
+    text = SMALLEST + "generate: {temperature: 0.7, top_p: 0.9, seed: 3, draft: some/draft}\n"
+    generate = train_config(tmp_path, text).generate
+    assert (generate.draft, generate.max_tokens) == ("some/draft", 256)
+    settings = SamplingSettings(temperature=0.7, top_p=0.9, seed=3)
+    assert generate.sampling == settings
+    assert ServeConfig(temperature=0.7, top_p=0.9, seed=3).sampling == settings
+    seeds = {generate.of_row(number).seed for number in range(9)}
+    assert len(seeds) == 9
+    assert not seeds & {dataclasses.replace(settings, seed=4).of_row(n).seed for n in range(9)}
 
 
 @pytest.mark.parametrize(
@@ -135,6 +150,8 @@ MISTAKES = {
     "a list for a mapping": ("generate: [1]", r"generate is \[1\], expected a mapping for Gen"),
     "nothing for a mapping": ("generate:", "generate is None, expected a mapping"),
     "not positive": ("optimiser: {batch: 0}", "optimiser.batch is 0, it must be positive"),
+    "no probability": ("generate: {top_p: 0}", "generate.top_p is 0.0, must be above 0, up to 1"),
+    "another place": ("features: ram", r"features is 'ram', allowed: \['online', 'disk'\]"),
     "no log": ("log_every: 0", "log_every is 0, it must be positive"),
     "negative": ("eval_prompts: -1", "eval_prompts is -1, it must not be negative"),
     "no share": ("optimiser: {warmup: 4}", "optimiser.warmup is 4.0, it must be a share"),
@@ -169,7 +186,9 @@ REPLACED = {
     "a block of one": (
         "head_dim: 16", "head_dim: 16\n  block_size: 1", "draft.block_size is 1, it must be at le",
     ),
-    "unknown kind": ("kind: charts", "kind: plots", r"data.kind is 'plots', allowed: \['charts',"),
+    "unknown kind": (
+        "kind: charts", "kind: plots", r"is 'plots', allowed: \['charts', 'jsonl', 'parquet'\]",
+    ),
     "no kind": ("{kind: charts}", "{count: 3}", "data.kind is None"),
     "a field of the other kind": (
         "{kind: charts}", "{kind: charts, path: x}", r"unknown fields \['data.path'\]",

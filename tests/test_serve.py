@@ -116,7 +116,7 @@ def test_a_draft_of_another_target_is_refused(main, tmp_path, qwen35, capsys):
     [
         (["--prompts", "none.jsonl"], "none.jsonl"),
         (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
-        (["--prompts", "."], "directory"),
+        (["--prompts", "files"], "files: no .jsonl or .parquet files there"),
         (["--target", "neither/a/name"], "'neither/a/name' is no short name (demo, demo-gemma4, "),
         (["--draft", "no-such-draft"], "'no-such-draft' is no short name"),
         (["--output", "none/out.jsonl"], "there is no folder none"),
@@ -126,6 +126,7 @@ def test_what_cannot_start_gives_one_message_and_exit_code_two(
     main, tmp_path, capsys, flags, message
 ):
     (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "files").mkdir()
     assert main(*flags) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
@@ -140,6 +141,7 @@ def test_what_cannot_start_gives_one_message_and_exit_code_two(
         (["--bach", "3"], "--batch"),
         (["--batch", "many"], "--batch"),
         (["--dtype", "float8"], "--dtype"),
+        (["--temperature", "-1"], "temperature is -1.0, must be from 0 to 100"),
         (["--batch", "0"], "batch is 0, it must be positive"),
         (["--max-tokens", "-1"], "max_tokens is -1, it must be positive"),
     ],

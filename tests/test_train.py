@@ -121,6 +121,23 @@ def test_the_run_is_evaluated_by_the_loop_that_serves(trained):
     assert figures["plain_tokens_per_s"] > 0
 
 
+def test_features_on_disk_train_the_same_draft(trained):
+    """Answers, pictures and all: the losses of the online run."""
+    disk = {**trained.config, "output": str(trained.folder / "disk"), "eval_prompts": 0}
+    disk["features"] = "disk"
+    output = Path(disk["output"])
+    output.mkdir()
+    os.link(trained.output / "answers.jsonl", output / "answers.jsonl")
+    assert call(write_config(trained.folder, disk)) == 0
+    header, *rows = (output / "features.jsonl").read_text().splitlines()
+    assert len(rows) == len(list((output / "features").iterdir())) == 8
+    assert json.loads(header)["target_layer_ids"] == [0, 1]
+    made, wanted = (
+        [float(row["loss"]) for row in metrics(path)] for path in (output, trained.output)
+    )
+    np.testing.assert_allclose(made, wanted, rtol=1e-5)
+
+
 def test_the_evaluation_knows_how_visual_tokens_are(trained):
     figures = json.loads((trained.output / "evaluation.json").read_text())
     buckets = figures["visual_buckets"]

@@ -18,47 +18,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustments, adjust
 
 EXCLUDED = -jnp.inf
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """How one request samples. Temperature 0 is greedy, and then nothing else matters.
-
-    top_k: the most likely tokens to keep, 0 for all. top_p: the fewest tokens whose mass reaches
-    this. min_p: least probability as a share of the largest. They apply in the order of vLLM:
-    temperature, min_p, top_k, top_p. seed: of the noise; requests with equal seeds draw alike.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse values without a meaning.
-
-        Raises:
-            ValueError: naming the field, its value and the range.
-        """
-        ranges = {
-            "temperature": (0.0 <= self.temperature <= 100.0, "from 0 to 100"),
-            "top_k": (self.top_k >= 0, "0 (all) or more"),
-            "top_p": (0.0 < self.top_p <= 1.0, "above 0, up to 1"),
-            "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1"),
-            "seed": (0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
-        }
-        for name, (holds, allowed) in ranges.items():
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be {allowed}")
-
-    @property
-    def is_greedy(self) -> bool:
-        # One token kept is the most likely one, whatever the temperature.
-        return self.temperature == 0.0 or self.top_k == 1
 
 
 GREEDY = SamplingSettings()

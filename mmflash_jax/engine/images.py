@@ -5,6 +5,8 @@ decoded, and no decoder's own exception leaves this module.
 """
 
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +24,27 @@ class ImageError(ValueError):
     """An image cannot be used; the message names it and says why."""
 
 
+@dataclass(frozen=True)
+class StoredImage:
+    """Bytes of an image that stay where they are until the image is opened.
+
+    name: of the image, for errors. read: its bytes.
+    """
+
+    name: str
+    read: Callable[[], bytes]
+
+
+Source = str | Path | bytes | Image.Image | StoredImage
+
+
 def open_image(
-    source: str | Path | bytes | Image.Image,
+    source: Source,
     *,
     name: str | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """The upright RGB image in a file, in a file's bytes or in a PIL image.
+    """The upright RGB image in a file, in a file's bytes, wherever they are, or in a PIL image.
 
     The EXIF orientation is applied. Transparency is composited on white. Sixteen-bit grey is
     scaled to eight bits. Of an animation the first frame is taken. `name` stands for the source
@@ -42,6 +58,8 @@ def open_image(
     if isinstance(source, Image.Image):
         return _upright_rgb(source, name, max_pixels)
     try:
+        if isinstance(source, StoredImage):
+            source = source.read()
         # PIL meets its own limit in `open`, as a warning or an error depending on the size.
         file = io.BytesIO(source) if isinstance(source, bytes) else source
         with Image.open(file, formats=FORMATS) as image:
@@ -59,13 +77,16 @@ def open_image(
         raise ImageError(f"{name}: cannot be read ({reason})") from None
 
 
-def _name(source: str | Path | bytes | Image.Image) -> str:
+def _name(source: Source) -> str:
+    if isinstance(source, StoredImage):
+        return source.name
     if isinstance(source, bytes):
         return f"image of {len(source)} bytes"
     return "image" if isinstance(source, Image.Image) else str(source)
 
 
-def _why_unknown(source: str | Path | bytes) -> str:
+def _why_unknown(source: Source) -> str:
+    assert isinstance(source, str | Path | bytes)
     size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
     return f"not a readable {', '.join(FORMATS)} file" if size else "is empty (0 bytes)"
 

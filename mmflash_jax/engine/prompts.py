@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import jinja2
 import numpy as np
-from PIL import Image
 from transformers import AutoTokenizer
 
 # Not from the package itself: transformers 5.17 hides the name there where torchvision is missing.
@@ -21,10 +20,9 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from mmflash_jax.decode.adjust import NEUTRAL, Adjustment
 from mmflash_jax.decode.records import PatchedImage, Prompt
 from mmflash_jax.decode.sampling import GREEDY, SamplingSettings
-from mmflash_jax.engine.images import open_image
+from mmflash_jax.engine.images import Source, open_image
 from mmflash_jax.weights.hf_config import read_json
 
-Source = str | Path | bytes | Image.Image
 Message = Mapping[str, Any]
 
 
@@ -41,7 +39,7 @@ class Request:
     messages: a whole chat in the chat template's form; each `{"type": "image"}` part takes the
         next of `images`.
     ids: a tokenised prompt, with one placeholder an image or with all of them.
-    images: files, file contents or PIL images.
+    images: files, file contents, images that stay in a file of prompts, or PIL images.
     max_tokens: most tokens to generate.
     stop: strings that end the answer; the text returned ends before them.
     sampling: how its tokens are chosen.

@@ -13,12 +13,11 @@ from tqdm import tqdm
 
 from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.demo.corpus import final_answer
 from mmflash_jax.drafters import DFlash, NoDraft
 from mmflash_jax.engine.images import ImageError, open_image
-from mmflash_jax.engine.jsonl import Line, read_requests
 from mmflash_jax.engine.offline import Answers, Completion, until_stop
+from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.measure import decode_all, measure
@@ -78,14 +77,7 @@ def run(config: ServeConfig) -> int:
     """Answer the prompts; returns the exit code: 1 if a line was bad or parity failed."""
     _check_writable(config.output, config.report)
     path = config.prompts or DEMO / "samples" / "prompts.jsonl"
-    sampling = SamplingSettings(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        seed=config.seed,
-    )
-    lines = read_requests(path, max_tokens=config.max_tokens, sampling=sampling)
+    lines = read_requests(path, max_tokens=config.max_tokens, sampling=config.sampling)
     session = load(config)
     longest = min(config.max_length, session.plan.target.config.max_position_embeddings)
     # Every run below, the blanked one too, keeps to the shorter of the two limits.

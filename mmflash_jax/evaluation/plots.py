@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from mmflash_jax.evaluation.visual import BUCKETS
 
 
 def new_figure(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, Any]:
     """A figure of panels of `width` x `height` inches, and its axes `[rows, columns]`."""
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
+    figure = Figure(figsize=(width * columns, height * rows), layout=layout)
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
 

@@ -10,7 +10,7 @@ import jax
 
 import mmflash_jax
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.engine.jsonl import Line
+from mmflash_jax.engine.prompt_files import Line
 from mmflash_jax.evaluation.exactness import Parity
 from mmflash_jax.evaluation.measure import Measured
 
@@ -58,8 +58,7 @@ def print_answers(lines: Sequence[Line], texts: Sequence[str], measured: Measure
     ):
         same = "" if measured.parity is None else _verdict(measured.parity, row)
         tau = "-" if completion.tau is None else f"{completion.tau:.2f}"
-        question = line.request.text if line.request else ""
-        out.write(f"[{line.id}] {question}\n")
+        out.write(f"[{line.id}] {line.question}\n")
         out.write(f"  {text}\n")
         expected = "" if line.answer is None else f" · expected {line.answer}"
         out.write(

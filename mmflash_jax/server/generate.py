@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustment
 from mmflash_jax.decode.records import Prompt
-from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.engine.serving import BusyError, Engine, Ticket, TokenLogprobs, Update
 from mmflash_jax.engine.text import AnswerText

@@ -5,7 +5,6 @@ import logging
 import uvicorn
 
 from mmflash_jax.config import ServeConfig
-from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.decode.slots import Shape
 from mmflash_jax.engine.planning import (
     check_memory,
@@ -41,17 +40,11 @@ def make_site(config: ServeConfig, session: Session) -> Site:
     check_memory(plan, shape, free_memory())
     engine = Engine(plan, params, shape, queue=config.max_queue)
     engine.warm_up(largest)
-    sampling = SamplingSettings(
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        min_p=config.min_p,
-    )
     return Site(
         engine=engine,
         encoder=session.encoder,
         model=config.served_name or config.target,
-        defaults=Defaults(max_tokens=config.max_tokens, sampling=sampling),
+        defaults=Defaults(max_tokens=config.max_tokens, sampling=config.sampling),
         images=ImageLimits(
             root=config.image_root,
             most_bytes=int(config.max_image_mb * 2**20),

@@ -11,12 +11,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mmflash_jax.config import JsonlData, TrainConfig
+from mmflash_jax.config import FileData, TrainConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.engine.offline import Completion, answer
+from mmflash_jax.engine.prompt_files import prompt_files
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.load import load_drafter
+from mmflash_jax.registry import folder
 from mmflash_jax.training.journal import Journal
-from mmflash_jax.training.provenance import file_hash, target_identity
+from mmflash_jax.training.provenance import files_hash, target_identity
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +32,15 @@ def answers_path(config: TrainConfig) -> Path:
 def answers_of(
     plan: Plan, target_params: Params, prompts: Sequence[Prompt], config: TrainConfig
 ) -> list[tuple[int, ...]]:
-    """Greedy answers, read from `answers.jsonl` when that was made with the same settings.
+    """Answers, read from `answers.jsonl` when that was made with the same settings.
 
-    Answers are written batch by batch; a run that was killed goes on at the batch it was in.
+    Answers are written batch by batch; a run that was killed goes on at the batch it was in. `plan`
+    has no drafter; that of `generate.draft` answers if there is one. It is not among the settings
+    that must agree, since it changes no answer.
 
     Raises:
         ConfigError: the file was made with other settings; it is left alone.
+        FitError: the draft of `generate.draft` does not belong to the target.
     """
     journal = Journal(answers_path(config), _header(plan, config), "answer anew")
     known = [tuple(line) for line in journal.read()]
@@ -47,7 +53,7 @@ def answers_of(
     batch = config.generate.batch
     # A batch is answered as a whole: bf16 answers may depend on the shape of the batch.
     del known[len(known) - len(known) % max(1, min(batch, len(prompts))) :]
-    params = {"target": target_params, "drafter": {}}
+    plan, params = _with_draft(plan, target_params, config.generate.draft)
     count = len(prompts)
     with (
         journal.append(keep=len(known)) as write,
@@ -63,17 +69,28 @@ def answers_of(
     return known
 
 
+def _with_draft(
+    plan: Plan, target_params: Params, draft: str | None
+) -> tuple[Plan, dict[str, Params]]:
+    if draft is None:
+        return plan, {"target": target_params, "drafter": {}}
+    drafter, params = load_drafter(folder(draft), plan.target, plan.target.dtype)
+    made = dataclasses.replace(plan, drafter=drafter)
+    return made, {"target": target_params, "drafter": params}
+
+
 def _header(plan: Plan, config: TrainConfig) -> dict[str, Any]:
     data = {k: str(v) for k, v in dataclasses.asdict(config.data).items()}
-    if isinstance(config.data, JsonlData):
-        # The same path may hold other prompts by now.
-        data["sha256"] = file_hash(config.data.path)
+    if isinstance(config.data, FileData):
+        # The same path may hold other prompts by now, or prompts that sample in their own way.
+        data["sha256"] = files_hash(prompt_files(config.data.path, config.data.kind))
+    sampling = config.generate.sampling
     identity = target_identity(config.target, plan.target.dtype)
     return {
         "target": identity.pop("target"),
         "data": data,
         "max_tokens": config.generate.max_tokens,
-        "sampling": "greedy",
+        "sampling": "greedy" if sampling.is_greedy else dataclasses.asdict(sampling),
         "stop_ids": list(plan.stop_ids),
         **identity,
     }

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from mmflash_jax.config import ChartData, JsonlData
+from mmflash_jax.config import ChartData, FileData, SamplingSettings
 from mmflash_jax.decode.buckets import bucket
 from mmflash_jax.decode.prefill import extend
 from mmflash_jax.decode.records import Prompt
+from mmflash_jax.decode.sampling import GREEDY
 from mmflash_jax.demo.corpus import sample_examples
-from mmflash_jax.engine.jsonl import read_requests
+from mmflash_jax.engine.prompt_files import read_requests
 from mmflash_jax.engine.prompts import Request
 from mmflash_jax.training.token_weights import TokenWeights
 from mmflash_jax.weights.hf_config import ConfigError
@@ -43,19 +44,22 @@ class Row:
 
 
 def prompt_requests(
-    data: ChartData | JsonlData, max_tokens: int, held_out: int
+    data: ChartData | FileData,
+    max_tokens: int,
+    held_out: int,
+    sampling: SamplingSettings = GREEDY,
 ) -> tuple[list[Request], list[Request]]:
     """Training requests and `held_out` evaluation requests, which share no chart or line.
 
     Raises:
-        ConfigError: a line of the file is bad; training does not start on half its data.
+        ConfigError: a line of a file is bad; training does not start on half its data.
     """
     if isinstance(data, ChartData):
         return (
-            chart_requests(data.count, data.seed, max_tokens, held_out=False),
-            chart_requests(held_out, data.seed, max_tokens, held_out=True),
+            chart_requests(data.count, data.seed, max_tokens, sampling, held_out=False),
+            chart_requests(held_out, data.seed, max_tokens, sampling, held_out=True),
         )
-    lines = read_requests(data.path, max_tokens=max_tokens)
+    lines = read_requests(data.path, max_tokens=max_tokens, sampling=sampling, kind=data.kind)
     bad = [str(line.error) for line in lines if line.error is not None]
     if bad:
         raise ConfigError("\n".join(bad))
@@ -73,7 +77,9 @@ def prompt_requests(
     return requests[:split], requests[split : split + held_out]
 
 
-def chart_requests(count: int, seed: int, max_tokens: int, *, held_out: bool) -> list[Request]:
+def chart_requests(
+    count: int, seed: int, max_tokens: int, sampling: SamplingSettings = GREEDY, *, held_out: bool
+) -> list[Request]:
     """Questions about charts of both styles, without their reference answers."""
     return [
         Request(
@@ -81,6 +87,7 @@ def chart_requests(count: int, seed: int, max_tokens: int, *, held_out: bool) ->
             text=example.question,
             images=(Image.fromarray(example.image),),
             max_tokens=max_tokens,
+            sampling=sampling.of_row(index),
         )
         for index, example in enumerate(sample_examples(count, seed, held_out=held_out))
     ]

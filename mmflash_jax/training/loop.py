@@ -29,6 +29,7 @@ from mmflash_jax.training.step import (
     make_state,
     train_step,
 )
+from mmflash_jax.training.stored_features import store_features
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def fit(
     calls it. It must not change them.
 
     Raises:
-        ConfigError: too few rows or devices.
+        ConfigError: too few rows or devices, or features on disk that are not those of this run.
         FloatingPointError: loss or gradients are no longer finite. Nothing of it was saved.
         Stopped: a signal asked for it.
     """
@@ -79,11 +80,16 @@ def fit(
     wide = DFlash(plan.drafter.config, "float32")  # pyright: ignore[reportAttributeAccessIssue]
     mesh = make_training_mesh(config.mesh.data, config.mesh.fsdp)
     recipe = Recipe(plan, make_optimiser(settings), config.objective, settings.accumulate, mesh)
-    source = batches(rows, settings.batch * settings.accumulate, config.row_length, settings.seed)
     params = wide.init_params(settings.seed)
     if mesh is not None:
         params = place(params, lambda x: split_largest_axis(x.shape, mesh, "fsdp"))
         target_params = place(target_params, lambda _: replicated(mesh))
+    stored = None
+    if config.features == "disk":
+        stored = store_features(plan, target_params, rows, config, mesh)
+    source = batches(
+        rows, settings.batch * settings.accumulate, config.row_length, settings.seed, stored, mesh
+    )
     state = make_state(recipe, params)
     progress = Progress()
     if checkpoints.record is not None:

@@ -1,7 +1,8 @@
 """One run over several processes, as a pod or a cluster starts them.
 
 Every process holds all rows and the whole target, and computes its devices' share of each step.
-Process 0 alone writes answers, metrics and the exported draft; all share the output folder.
+Process 0 alone writes answers, metrics and the exported draft; features on disk are written and
+read by the processes whose devices need them. All share the output folder.
 """
 
 import os

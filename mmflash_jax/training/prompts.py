@@ -1,15 +1,16 @@
 """Prompts of a run, checked all at once, their pixels in memory only while they are used."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
 from tqdm import tqdm
 
-from mmflash_jax.config import ChartData, JsonlData
+from mmflash_jax.config import ChartData, FileData
 from mmflash_jax.decode.records import Prompt
-from mmflash_jax.engine.jsonl import read_requests
+from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 
 AT_ONCE = 32
@@ -80,13 +81,14 @@ def _without_patches(prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, images=images)
 
 
-def places_of(data: ChartData | JsonlData, requests: Sequence[Request]) -> Callable[[int], str]:
+def places_of(data: ChartData | FileData, requests: Sequence[Request]) -> Callable[[int], str]:
     """From the index of a request to its file and line, or to its name where there is no file."""
+    if isinstance(data, ChartData):
+        return lambda index: requests[index].id
 
-    def place(index: int) -> str:
-        if isinstance(data, ChartData):
-            return requests[index].id
-        # Requests are the file's lines in order; read again only for a message.
-        return read_requests(data.path, max_tokens=1)[index].where
+    @functools.cache
+    def lines() -> list[Line]:
+        # Read again only for messages; requests are the lines in order.
+        return read_requests(data.path, max_tokens=1, kind=data.kind)
 
-    return place
+    return lambda index: lines()[index].where

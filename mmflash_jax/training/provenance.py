@@ -6,6 +6,7 @@ template or another image size is noticed.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,15 @@ def target_identity(name: str, dtype: str) -> dict[str, Any]:
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a whole file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def files_hash(paths: Sequence[Path]) -> str:
+    """Of one file, or of the names and contents of several."""
+    if len(paths) == 1:
+        return file_hash(paths[0])
+    return _hash([(path.name, file_hash(path)) for path in paths])
 
 
 def _revision(folder: Path) -> str:

@@ -1,7 +1,7 @@
 """One update of the draft, compiled: features of the target, loss, gradients, AdamW.
 
-The target is frozen by construction: its parameters are a separate argument. Features are made
-online, in the same compiled program as the draft's forward and backward pass.
+The target is frozen by construction: its parameters are a separate argument. Features come with
+the batch or are made online, in the same compiled program as the draft's forward and backward pass.
 """
 
 import functools
@@ -160,7 +160,10 @@ def _loss_and_gradients(
 ) -> tuple[tuple[Array, dict[str, Array]], Params]:
     drafter = recipe.plan.drafter
     assert isinstance(drafter, DFlash)
-    features, hidden = target_states(recipe.plan, target_params, rows)
+    if "features" in rows:
+        features, hidden = rows["features"], rows.get("hidden")
+    else:
+        features, hidden = target_states(recipe.plan, target_params, rows)
     heads = borrow_heads(recipe.plan, {"target": target_params})
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:

@@ -45,7 +45,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     """Run `config` from prompts to an exported draft; returns the evaluation figures.
 
     A run that was stopped goes on from its newest checkpoint. `fresh` removes checkpoints and
-    metrics first; answers of the target stay.
+    metrics first; answers and features of the target stay.
     """
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
     if fresh:
@@ -100,7 +100,10 @@ def prepare(
     Raises:
         PromptError: prompts that cannot be encoded, all of them by name.
     """
-    learn, kept = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
+    generate = config.generate
+    learn, kept = prompt_requests(
+        config.data, generate.max_tokens, config.eval_prompts, generate.sampling
+    )
     places = places_of(config.data, learn + kept)
     held_out = Prompts(encoder, kept, lambda index: places(len(learn) + index))
     media: list[np.ndarray] = []

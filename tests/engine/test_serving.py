@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mmflash_jax.compilation import compiled_programs
+from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustment
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.decode.slots import Shape
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import answer

@@ -9,8 +9,8 @@ import urllib.request
 import pytest
 
 from mmflash_jax.compilation import compiled_programs
+from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustment
-from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.engine.prompts import Request
 from tests.server.conftest import CHARTS, SAMPLES, message, wait_until
 

@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from mmflash_jax.compilation import compiled_programs
+from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustment
-from mmflash_jax.decode.sampling import SamplingSettings
 from mmflash_jax.engine.prompts import Request
 from mmflash_jax.engine.serving import Ticket
 from mmflash_jax.server.generate import Generation

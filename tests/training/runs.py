@@ -1,7 +1,7 @@
 """Whole training runs over a tiny target, without prompts: made-up rows, one of them an image's.
 
 As a program it writes the losses of one run over a mesh, for tests that need their own devices:
-`python -m tests.training.runs TARGET_FOLDER OUTPUT DATA FSDP`.
+`python -m tests.training.runs TARGET_FOLDER OUTPUT DATA FSDP FEATURES`.
 """
 
 import csv
@@ -16,8 +16,10 @@ from mmflash_jax.config import TrainConfig, build
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import load_target
+from mmflash_jax.sharding import make_training_mesh
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row
+from mmflash_jax.training.feed import places_here
 from mmflash_jax.training.loop import fit
 from mmflash_jax.training.processes import start_processes
 from tests.drafts import draft_for
@@ -29,6 +31,7 @@ class Runs:
     """Runs that differ in their settings only."""
 
     def __init__(self, target_folder: Path):
+        self.folder = target_folder
         self.target, self.target_params = load_target(target_folder, "float32")
         drafter = draft_for(target_folder, block_size=4, num_hidden_layers=1)
         self.plan = Plan(self.target, drafter, ())
@@ -37,7 +40,7 @@ class Runs:
     def config(self, output: Path, **changes: Any) -> TrainConfig:
         """`changes` of nested fields are dicts that are merged with these."""
         values: dict[str, Any] = {
-            "target": "tiny",
+            "target": str(self.folder),
             "output": str(output),
             "draft": {
                 "num_hidden_layers": 1, "intermediate_size": 96, "num_attention_heads": 4,
@@ -94,11 +97,14 @@ def lines(output: Path) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    folder, output, data, fsdp = sys.argv[1:]
+    folder, output, data, fsdp, features = sys.argv[1:]
     start_processes()
     runs = Runs(Path(folder))
     mesh = {"data": int(data), "fsdp": int(fsdp)}
-    params = runs.fit(runs.config(Path(output), mesh=mesh))
+    params = runs.fit(runs.config(Path(output), mesh=mesh, features=features))
+    # What is stored is read by the process whose devices need it.
+    own = places_here(8, make_training_mesh(mesh["data"], mesh["fsdp"]))
+    assert len(own) == 8 // jax.process_count()
     for leaf in jax.tree.leaves(params):
         assert len(leaf.addressable_shards) == jax.local_device_count()
         assert leaf.addressable_shards[0].data.size == leaf.size // int(fsdp)

@@ -1,14 +1,19 @@
 """Training rows and batches, and where the prompts come from."""
 
+import hashlib
 import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from mmflash_jax.config import ChartData, JsonlData
+from mmflash_jax.config import ChartData, FileData, SamplingSettings
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.training.data import collate, make_row, prompt_requests
+from mmflash_jax.training.prompts import places_of
+from mmflash_jax.training.provenance import files_hash
 from mmflash_jax.weights.hf_config import ConfigError
 
 
@@ -84,7 +89,7 @@ def jsonl(tmp_path: Path, *lines: dict) -> Path:
 
 def test_the_last_lines_of_a_file_are_held_out(tmp_path):
     path = jsonl(tmp_path, *({"text": str(n)} for n in range(6)))
-    learn, held_out = prompt_requests(JsonlData(path=path, held_out=3), 9, 2)
+    learn, held_out = prompt_requests(FileData(path=path, held_out=3), 9, 2)
     assert [request.text for request in learn] == ["0", "1", "2"]
     # Fewer are decoded if the run asks for fewer; they are held out all the same.
     assert [request.text for request in held_out] == ["3", "4"]
@@ -93,14 +98,32 @@ def test_the_last_lines_of_a_file_are_held_out(tmp_path):
 def test_a_line_may_ask_for_fewer_tokens_than_the_run_and_not_for_more(tmp_path):
     path = jsonl(tmp_path, {"text": "a"}, {"text": "b", "max_tokens": 4},
                  {"text": "c", "max_tokens": 999_999})  # fmt: skip
-    learn, _ = prompt_requests(JsonlData(path=path, held_out=0), 9, 2)
+    learn, _ = prompt_requests(FileData(path=path, held_out=0), 9, 2)
     assert [request.max_tokens for request in learn] == [9, 4, 9]
+
+
+def test_rows_of_parquet_files_are_prompts_as_lines_are(tmp_path):
+    for name, texts in (("a", ["0", "1"]), ("b", ["2"])):
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
+    data = FileData(path=tmp_path, kind="parquet", held_out=1)
+    sampling = SamplingSettings(temperature=0.5, seed=2)
+    learn, held_out = prompt_requests(data, 9, 1, sampling)
+    assert [request.text for request in learn] == ["0", "1"]
+    assert [request.text for request in held_out] == ["2"]
+    assert [request.sampling for request in learn] == [sampling.of_row(1), sampling.of_row(2)]
+    place = places_of(data, learn + held_out)
+    assert place(2) == f"{tmp_path / 'b.parquet'} row 1"
+    names = sorted(tmp_path.iterdir())
+    before = files_hash(names)
+    pq.write_table(pa.table({"text": ["3"]}), tmp_path / "b.parquet")
+    assert files_hash(names) != before
+    assert files_hash(names[:1]) == hashlib.sha256(names[0].read_bytes()).hexdigest()
 
 
 def test_bad_lines_stop_the_run_and_are_all_named(tmp_path):
     path = jsonl(tmp_path, {"text": "a"}, {"txt": "b"}, {"text": 3}, {"text": "c"})
     with pytest.raises(ConfigError) as error:
-        prompt_requests(JsonlData(path=path, held_out=1), 9, 1)
+        prompt_requests(FileData(path=path, held_out=1), 9, 1)
     first, second = str(error.value).splitlines()
     assert first.startswith(f"{path}:2: unknown fields ['txt']")
     assert second.startswith(f"{path}:3: text is 3")
@@ -110,7 +133,7 @@ def test_bad_lines_stop_the_run_and_are_all_named(tmp_path):
 def test_nothing_left_to_learn_from(tmp_path, held_out):
     path = jsonl(tmp_path, {"text": "a"}, {"text": "b"})
     with pytest.raises(ConfigError, match=f"held_out is {held_out}, but .* holds 2 prompts"):
-        prompt_requests(JsonlData(path=path, held_out=held_out), 9, 1)
+        prompt_requests(FileData(path=path, held_out=held_out), 9, 1)
 
 
 def test_charts_for_training_and_for_evaluation_differ():
@@ -119,5 +142,10 @@ def test_charts_for_training_and_for_evaluation_differ():
     assert all(len(request.images) == 1 and request.max_tokens == 9 for request in learn)
     again, _ = prompt_requests(ChartData(count=4, seed=5), 9, 3)
     assert [request.text for request in again] == [request.text for request in learn]
+    sampled, _ = prompt_requests(
+        ChartData(count=4, seed=5), 9, 3, SamplingSettings(temperature=1.0)
+    )
+    assert len({request.sampling.seed for request in sampled}) == 4
+    assert {request.sampling.temperature for request in sampled} == {1.0}
     other, _ = prompt_requests(ChartData(count=4, seed=6), 9, 3)
     assert [request.text for request in other] != [request.text for request in learn]

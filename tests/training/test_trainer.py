@@ -156,8 +156,9 @@ def test_one_step_changes_every_draft_parameter_and_no_target_parameter(setup):
         state, metrics = train_step(recipe, target, state, setup.batch)
     params = state.params
     assert (int(state.step), int(state.bad_step)) == (2, 0)
-    assert set(metrics) == {"loss", "accuracy", "kept", "grad_norm"}
-    assert all(np.isfinite(value) for value in metrics.values())
+    assert set(metrics) == {"loss", "accuracy", "accuracy_per_position", "kept", "grad_norm"}
+    assert metrics["accuracy_per_position"].shape == (drafter.block - 1,)
+    assert all(np.isfinite(value).all() for value in metrics.values())
     assert metrics["grad_norm"] > 0
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before["drafter"], params)
     for path, distance in jax.tree_util.tree_leaves_with_path(moved):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmflash_jax.engine.jsonl import Line, read_requests
+from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptError
 
 
@@ -85,8 +85,9 @@ BAD = {
     "null": ("null", "expected a JSON object, found NoneType"),
     "unknown field": (
         '{"text": "a", "prompt": "b"}',
-        "unknown fields ['prompt']; known are ['answer', 'id', 'images', 'max_tokens', 'min_p', "
-        "'seed', 'stop', 'temperature', 'text', 'top_k', 'top_p']",
+        "unknown fields ['prompt']; known are ['answer', 'conversations', 'id', 'images', "
+        "'max_tokens', 'messages', 'min_p', 'seed', 'stop', 'temperature', 'text', 'top_k', "
+        "'top_p']",
     ),
     "a number as text": ('{"text": 3}', "text is 3, expected str"),
     "null as text": ('{"text": null}', "text is None, expected str"),
