@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from mmflash_jax.engine.offline import Answers, Completion, until_stop
 from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
-from mmflash_jax.evaluation.measure import decode_all, measure
+from mmflash_jax.evaluation.measure import Measured, decode_all, measure
+from mmflash_jax.evaluation.resume import from_line, journal_of, to_line
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
@@ -95,9 +96,7 @@ def run(config: ServeConfig) -> int:
         if config.output:
             write_answers(config.output, lines, jobs, texts, [cut for _, cut in ended])
 
-    measured = measure(
-        session.plan, session.params, prompts, config.batch, plain=config.plain, on_drafted=keep
-    )
+    measured = _measure(session, prompts, config, keep)
     blank = answer_blanked(session, jobs, config)
     report.print_answers([job.line for job in jobs], texts, measured)
     for line in lines:
@@ -120,6 +119,36 @@ def run(config: ServeConfig) -> int:
         config.report.write_text(json.dumps(figures, indent=2) + "\n")
     failed = any(line.error for line in lines) or figures["parity"] is False
     return int(failed)
+
+
+def _measure(
+    session: Session,
+    prompts: Sequence[Prompt],
+    config: ServeConfig,
+    keep: Callable[[Answers], object],
+) -> Measured:
+    """Decode and compare; with an output file a run that was killed goes on where it was."""
+    options = {"plain": config.plain, "on_drafted": keep}
+    if config.output is None:
+        return measure(session.plan, session.params, prompts, config.batch, **options)
+    journal = journal_of(config, config.output, session.plan, prompts)
+    known = [from_line(line) for line in journal.read()]
+    if known:
+        log.warning("%d of %d answers are in %s already", len(known), len(prompts), journal.path)
+    with journal.append(keep=len(known)) as write:
+
+        def on_batch(completions: Sequence[Completion]) -> None:
+            write(to_line(completion) for completion in completions)
+
+        def on_drafted(drafted: Answers) -> None:
+            keep(drafted)
+            journal.path.unlink()
+
+        options["on_drafted"] = on_drafted
+        return measure(
+            session.plan, session.params, prompts, config.batch, known=known, on_batch=on_batch,
+            **options,
+        )  # fmt: skip
 
 
 def _check_writable(*files: Path | None) -> None:
@@ -200,7 +229,9 @@ def write_answers(
 ) -> None:
     """One JSON object for each line of the prompt file, in order; bad lines carry `error`."""
     done = {job.line.where: (t, c) for job, t, c in zip(jobs, texts, completions, strict=True)}
-    with path.open("w", encoding="utf-8") as stream:
+    # Whole or not at all: a kill in the middle must not leave a file that looks finished.
+    whole = path.with_name(f"{path.name}.new")
+    with whole.open("w", encoding="utf-8") as stream:
         for line in lines:
             row: dict[str, Any] = {"id": line.id}
             if line.error is not None:
@@ -209,6 +240,7 @@ def write_answers(
                 text, completion = done[line.where]
                 row |= _row(text, completion)
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+    whole.replace(path)
 
 
 def _row(text: str, completion: Completion) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def print_table(figures: dict[str, Any]) -> None:
     if figures["tokens_per_s"] is not None:
         title = "tokens/s with the draft" if drafts else "tokens/s"
         row(title, f"{figures['tokens_per_s']:,.0f}")
-    if drafts and figures["plain_tokens_per_s"]:
+    if drafts and figures["plain_tokens_per_s"] and figures["tokens_per_s"]:
         row("tokens/s plain", f"{figures['plain_tokens_per_s']:,.0f}")
         speedup = figures["tokens_per_s"] / figures["plain_tokens_per_s"]
         row("speed-up", f"{speedup:.2f}x")

@@ -13,12 +13,12 @@ from tqdm import tqdm
 
 from mmflash_jax.config import FileData, TrainConfig
 from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.engine.journal import Journal
 from mmflash_jax.engine.offline import Completion, answer
 from mmflash_jax.engine.prompt_files import prompt_files
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import load_drafter
 from mmflash_jax.registry import folder
-from mmflash_jax.training.journal import Journal
 from mmflash_jax.training.provenance import files_hash, target_identity
 
 log = logging.getLogger(__name__)

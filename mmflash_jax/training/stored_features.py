@@ -26,10 +26,10 @@ from tqdm import tqdm
 
 from mmflash_jax.config import TrainConfig
 from mmflash_jax.decode.records import Plan
+from mmflash_jax.engine.journal import Journal
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.training.data import Batch, Row, collate
 from mmflash_jax.training.feed import split_rows, to_devices
-from mmflash_jax.training.journal import Journal
 from mmflash_jax.training.processes import wait_for_all
 from mmflash_jax.training.provenance import target_identity
 from mmflash_jax.training.step import target_states

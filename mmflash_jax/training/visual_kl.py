@@ -14,12 +14,12 @@ from tqdm import tqdm
 
 from mmflash_jax.config import TrainConfig, VisualConfig
 from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.engine.journal import Journal
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.training.ablation import ablate, parameters
 from mmflash_jax.training.answers import answers_path
 from mmflash_jax.training.divergence import Scores, score_answers
-from mmflash_jax.training.journal import Journal
 from mmflash_jax.training.provenance import file_hash, target_identity
 from mmflash_jax.training.token_weights import TokenWeights, supervised_tokens, token_weights
 

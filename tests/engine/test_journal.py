@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmflash_jax.training.journal import Journal
+from mmflash_jax.engine.journal import Journal
 from mmflash_jax.weights.hf_config import ConfigError
 
 HEADER = {"target": "demo", "seed": 0, "ids": [1, 2]}
