@@ -114,6 +114,9 @@ class ServeConfig(SamplingSettings):
     """Name of the model for clients. Default: the value of target."""
     api_key: str | None = None
     """Key that clients must send. Default: none."""
+    adapt: bool = True
+    """Serve each load with as many rows and drafts as pay; takes more programs, compiled at start.
+    Off: always all rows and whole blocks."""
     max_queue: int = 64
     """Requests that may wait for a row; more are turned away for now."""
     image_root: Path | None = None

@@ -7,7 +7,7 @@ shapes are fixed by `Shape`, so a server compiles each of these once.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from mmflash_jax.decode.prefill import (
 from mmflash_jax.decode.records import ABSENT, DecodeState, PatchedImage, Plan, Prompt
 from mmflash_jax.decode.sampling import GREEDY, pack
 from mmflash_jax.decode.step import step
+from mmflash_jax.drafters.narrowed import Narrowed
 from mmflash_jax.layers.schema import Params
 
 
@@ -44,6 +45,8 @@ class Shape:
     widths: tokens of a prefill chunk, narrowest first; the last chunk of a prompt takes the
         narrowest that holds it.
     image_sizes: patches that images are padded to, smallest first.
+    paces: (rows, width) that `run` is compiled for: how many of the first slots run, and how many
+        tokens of a block are verified. One of them runs all slots. Empty: all slots, whole blocks.
     """
 
     slots: int
@@ -51,6 +54,7 @@ class Shape:
     steps: int = 4
     widths: tuple[int, ...] = (32, 128, 512)
     image_sizes: tuple[int, ...] = ()
+    paces: tuple[tuple[int, int], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -135,19 +139,23 @@ def _caches(state: DecodeState | PrefillState) -> tuple[Any, Any]:
 def insert(plan: Plan, state: DecodeState, row: DecodeState, slot: Int[Array, ""]) -> DecodeState:
     """Put a batch of one row into a slot; nothing of what was there before stays."""
 
-    def write(leaf: Array, one: Array, axis: int = 0) -> Array:
+    def write(leaf: Array, one: Array, axis: int) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, one.astype(leaf.dtype), slot, axis)
 
-    leaves, structure = jax.tree.flatten(_caches(state))
-    written = map(write, leaves, jax.tree.leaves(_caches(row)), _row_axes(plan))
-    cache, draft = jax.tree.unflatten(structure, written)
+    return _map_rows(plan, write, state, row)
+
+
+def _map_rows(plan: Plan, change: Callable[..., Array], *states: DecodeState) -> DecodeState:
+    """`change(*arrays, axis)` of every array of the states; `axis` is the one that counts rows."""
+    structure = jax.tree.structure(_caches(states[0]))
+    caches = [jax.tree.leaves(_caches(state)) for state in states]
+    changed = map(change, *caches, _row_axes(plan))
+    cache, draft = jax.tree.unflatten(structure, changed)
     # Everything else has its rows on the first axis.
-    rest = jax.tree.map(
-        write,
-        dataclasses.replace(state, cache=(), draft=()),
-        dataclasses.replace(row, cache=(), draft=()),
+    rest = [dataclasses.replace(state, cache=(), draft=()) for state in states]
+    return dataclasses.replace(
+        jax.tree.map(lambda *leaves: change(*leaves, 0), *rest), cache=cache, draft=draft
     )
-    return dataclasses.replace(rest, cache=cache, draft=draft)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -167,15 +175,42 @@ def release(state: DecodeState, slots: Bool[Array, " B"]) -> DecodeState:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "steps"), donate_argnames="state")
+@functools.partial(
+    jax.jit, static_argnames=("plan", "steps", "rows", "width"), donate_argnames="state"
+)
 def run(
-    plan: Plan, params: Params, state: DecodeState, since: Int[Array, " B"], *, steps: int
+    plan: Plan,
+    params: Params,
+    state: DecodeState,
+    since: Int[Array, " B"],
+    *,
+    steps: int,
+    rows: int,
+    width: int,
 ) -> tuple[DecodeState, Emission]:
     """Step until a row ends, none runs or `steps` are taken; tell what each row gained.
 
-    `since` is the number of tokens of each row that the host has already. A row that ended on its
-    way in, with its first token, is told too.
+    Only the first `rows` slots run, and only the first `width` tokens of a block are verified: few
+    requests should not pay for many rows, nor many rows for drafts that are not accepted. `since`
+    is the number of tokens of each row that the host has already. A row that ended on its way in,
+    with its first token, is told too.
     """
+    if width < plan.drafter.block:
+        plan = dataclasses.replace(plan, drafter=Narrowed(plan.drafter, width))
+    if rows == state.reason.shape[0]:
+        return _run(plan, params, state, since, steps)
+    part = _map_rows(plan, lambda leaf, axis: lax.slice_in_dim(leaf, 0, rows, axis=axis), state)
+    part, emission = _run(plan, params, part, since[:rows], steps)
+
+    def put_back(leaf: Array, one: Array, axis: int) -> Array:
+        return lax.dynamic_update_slice_in_dim(leaf, one, 0, axis)
+
+    return _map_rows(plan, put_back, state, part), emission
+
+
+def _run(
+    plan: Plan, params: Params, state: DecodeState, since: Int[Array, " B"], steps: int
+) -> tuple[DecodeState, Emission]:
 
     def more(carry: tuple[Array, DecodeState]) -> Array:
         taken, now = carry

@@ -99,7 +99,7 @@ def commit(
         length=state.length + count,
         reason=acceptance.reason,
         steps=state.steps + state.running,
-        committed=state.committed + (place == count[:, None] - 1),
+        committed=state.committed + (jnp.arange(state.committed.shape[1]) == count[:, None] - 1),
         drafted=state.drafted.at[rows, slot].set(place < acceptance.drafted[:, None], mode="drop"),
         cache=plan.target.commit(verification.cache, count),
         draft=plan.drafter.absorb(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ class Heads:
     pick: Callable[[Array], Array] = most_likely
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes the tokens after the anchor, from the target's features of what came before."""
 

@@ -66,6 +66,10 @@ class Metrics:
             Histogram, "tau", "Tokens committed per verify step, bonus included, by request turn.",
             buckets=TAU,
         )  # fmt: skip
+        self._width = make(Gauge, "draft_width", "Tokens of a block verified in the last turn.")
+        self._width_steps = make(
+            Counter, "steps_by_draft_width", "Loop steps by tokens verified.", labelnames=["width"]
+        )
         new = make(Gauge, "compilations_after_warm_up", "Programs compiled since the warm-up.")
         new.set_function(lambda: compiled_programs() - self._baseline)
 
@@ -76,6 +80,11 @@ class Metrics:
     def turn(self, running: int, waiting: int) -> None:
         self._running.set(running)
         self._waiting.set(waiting)
+
+    def width(self, width: int, steps: int) -> None:
+        """The last turn took `steps` steps that verified `width` tokens of a block."""
+        self._width.set(width)
+        self._width_steps.labels(width).inc(steps)
 
     def finished(self, reason: str) -> None:
         self._finished.labels(reason).inc()

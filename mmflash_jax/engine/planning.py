@@ -48,6 +48,20 @@ def chunk_sizes(capacity: int) -> tuple[int, ...]:
     return fitting or Shape.widths[:1]
 
 
+def paces(slots: int, block: int) -> tuple[tuple[int, int], ...]:
+    """Rows and widths that the loop is compiled for.
+
+    A single request and a few have programs of their own, with drafts and without; with all rows
+    in use drafts cost most, so their width has steps between.
+    """
+    narrower = {width for width in (8, 4) if width < block}
+    few = {rows for rows in (1, 8) if rows < slots}
+    return tuple(
+        [(rows, width) for rows in sorted(few) for width in sorted({1, block})]
+        + [(slots, width) for width in sorted({1, block, *narrower})]
+    )
+
+
 def cache_bytes(plan: Plan, shape: Shape) -> tuple[int, int]:
     """Bytes of the running state, and of the prompts on their way in."""
 

@@ -26,6 +26,7 @@ from mmflash_jax.decode.records import (
 )
 from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, insert, release, run
 from mmflash_jax.engine.metrics import Metrics
+from mmflash_jax.engine.pace import Pace
 from mmflash_jax.layers.schema import Params
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,9 @@ class Engine:
         self.metrics = metrics or Metrics(plan.drafter.block)
         self.failure: BaseException | None = None
         self.beat = time.monotonic()
+        self._paces = shape.paces or ((shape.slots, plan.drafter.block),)
+        self._pace = Pace(self._paces, plan.drafter.block)
+        self._prefilled = False
         self._pieces = Pieces.of(plan, params, shape)
         self._state = empty_slots(plan, shape)
         self._slots: list[Ticket | None] = [None] * shape.slots
@@ -143,11 +147,8 @@ class Engine:
         for _, row in self._pieces.prefill(prompt):
             if row is not None:
                 self._state = insert(self.plan, self._state, row, np.int32(0))
-        since = np.zeros(self.shape.slots, np.int32)
-        self._state, emission = run(
-            self.plan, self.params, self._state, since, steps=self.shape.steps
-        )
-        jax.block_until_ready(emission)
+        for rows, width in self._paces:
+            self._run(rows, width)
         self._free([0])
 
     # ---- from any thread
@@ -291,6 +292,7 @@ class Engine:
 
     def _prefill(self, tokens: int) -> None:
         """Work on prompts in turns, one piece each, until about `tokens` are done."""
+        self._prefilled = bool(self._prefills)
         while self._prefills and tokens > 0:
             one = self._prefills.popleft()
             try:
@@ -313,16 +315,34 @@ class Engine:
             self._begin_prefills()
 
     def _decode(self) -> None:
+        rows = self._pace.rows(1 + max(slot for slot, t in enumerate(self._slots) if t))
+        width = self._pace.width(rows)
+        began = time.perf_counter()
+        told = self._run(rows, width)
+        elapsed = time.perf_counter() - began
+        ended, steps, committed = [], 0, np.zeros(self.plan.drafter.block, np.int64)
+        for slot, ticket in enumerate(self._slots[:rows]):
+            if ticket is None:
+                continue
+            before = ticket.committed
+            if self._tell(ticket, slot, told):
+                ended.append(slot)
+            new = told.committed[slot] - (0 if before is None else before)
+            committed += new
+            steps = max(steps, int(new.sum()))
+        # Prompts that were prefilled in this turn took part of the time.
+        alone = steps and not self._prefilled
+        self._pace.observe(rows, width, committed, elapsed / steps if alone else None)
+        self.metrics.width(width, steps)
+        self._free(ended)
+
+    def _run(self, rows: int, width: int) -> Any:
         since = np.array([t.seen if t else 0 for t in self._slots], np.int32)
         self._state, emission = run(
-            self.plan, self.params, self._state, since, steps=self.shape.steps
-        )
-        told = _to_host(emission, any(t is not None and t.prompt.logprobs for t in self._slots))
-        ended = []
-        for slot, ticket in enumerate(self._slots):
-            if ticket is not None and self._tell(ticket, slot, told):
-                ended.append(slot)
-        self._free(ended)
+            self.plan, self.params, self._state, since,
+            steps=self.shape.steps, rows=rows, width=width,
+        )  # fmt: skip
+        return _to_host(emission, any(t is not None and t.prompt.logprobs for t in self._slots))
 
     def _tell(self, ticket: Ticket, slot: int, told: Emission) -> bool:
         """Deliver what a row gained; whether it has ended."""

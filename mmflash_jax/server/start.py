@@ -12,6 +12,7 @@ from mmflash_jax.engine.planning import (
     free_memory,
     image_sizes,
     large_image,
+    paces,
 )
 from mmflash_jax.engine.serving import Engine
 from mmflash_jax.evaluation.batch import Session, load
@@ -36,6 +37,7 @@ def make_site(config: ServeConfig, session: Session) -> Site:
         capacity=capacity,
         widths=chunk_sizes(capacity),
         image_sizes=image_sizes(largest, capacity, plan.target.image_side),
+        paces=paces(config.batch, plan.drafter.block) if config.adapt else (),
     )
     check_memory(plan, shape, free_memory())
     engine = Engine(plan, params, shape, queue=config.max_queue)

@@ -243,7 +243,13 @@ class GatedDeltaNet(nnx.Module):
             cache = self._settled(cache, state, _rows_from(rows, now.count, self.taps - 1))
         else:
             out, updates, decay = gated_delta_block(q, k, v, g, beta, state)
-            cache = DeltaCache(state=state, keys=k, updates=updates, decay=decay, rows=rows)
+            cache = DeltaCache(
+                state=state,
+                keys=_widen(k, cache.keys, axis=1),
+                updates=_widen(updates, cache.updates, axis=2),
+                decay=_widen(decay, cache.decay, axis=2),
+                rows=_widen(rows, cache.rows, axis=1),
+            )
         z = self.in_proj_z(x).reshape(B, T, self.value_heads, self.value_dim)
         return self.out_proj(self.norm(out.astype(x.dtype), z).reshape(B, T, -1)), cache
 
@@ -271,6 +277,13 @@ class GatedDeltaNet(nnx.Module):
 
 
 _RECORDS = ("keys", "updates", "decay")
+
+
+def _widen(records: Array, room: Array, *, axis: int) -> Array:
+    """Records of a block that may be narrower than the cache has room for."""
+    padding = [(0, 0)] * records.ndim
+    padding[axis] = (0, room.shape[axis] - records.shape[axis])
+    return jnp.pad(records, padding)
 
 
 def _rows_from(

@@ -21,7 +21,9 @@ from tests import tiny
 from tests.drafts import draft_for, random_params, two_layer_target
 from tests.targets.prompts import make_prompt
 
-SHAPE = Shape(slots=3, capacity=128, steps=2, widths=(16, 32), image_sizes=(64, 128))
+# Few rows and several widths, so that requests meet every program while they run.
+PACES = ((1, 4), (3, 1), (3, 2), (3, 4))
+SHAPE = Shape(slots=3, capacity=128, steps=2, widths=(16, 32), image_sizes=(64, 128), paces=PACES)
 SAMPLED = SamplingSettings(temperature=1.0, top_p=0.95, seed=2**40 + 7)
 PENALISED = Adjustment(
     presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.3, logit_bias=((65, 4.0),)
@@ -128,6 +130,11 @@ def test_every_answer_is_that_of_plain_decoding_alone(setup, engine):
     wait_until(lambda: engine.occupied == 0)
     # C13: everything was compiled in the warm-up.
     assert compiled_programs() == before
+    # C14: every width was tried, the loop went on with one of them.
+    metrics = engine.metrics.registry
+    for width in (1, 2, 4):
+        name = "mmflash_steps_by_draft_width_total"
+        assert metrics.get_sample_value(name, {"width": str(width)}) > 0
 
 
 def test_penalties_change_the_answer(setup):

@@ -90,7 +90,13 @@ def served(tmp_path_factory: pytest.TempPathFactory):
     root = tmp_path_factory.mktemp("images")
     (root / "chart.png").write_bytes(CHARTS[0].read_bytes())
     config = ServeConfig(
-        batch=4, max_length=CAPACITY, max_queue=40, image_root=root, max_images=3, max_image_mb=0.25
+        batch=4,
+        max_length=CAPACITY,
+        max_queue=40,
+        image_root=root,
+        max_images=3,
+        max_image_mb=0.25,
+        adapt=False,
     )
     session = load(config)
     site = make_site(config, session)
