@@ -13,6 +13,7 @@ from pallas_kernels.gated_delta import (
     gated_delta_block,
     gated_delta_chunked,
     gated_delta_sequential,
+    gated_delta_step,
 )
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "gated_delta_block",
     "gated_delta_chunked",
     "gated_delta_sequential",
+    "gated_delta_step",
 ]

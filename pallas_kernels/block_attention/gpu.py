@@ -66,7 +66,7 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
     else:
         rows = min(max(LEAST, _power_of_two(T * (N // K))), 64)
         keys = 64 if H <= 256 else 32
-        warps = 8 if H > 128 and rows > LEAST else 4
+        warps = 8 if H > 256 or (H > 128 and rows > LEAST) else 4
         stages = 3 if H <= 128 else 2
     programs = B * K * pl.cdiv(T * (N // K), rows)
     context = S if window is None else min(S, window)
