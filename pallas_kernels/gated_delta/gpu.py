@@ -1,7 +1,7 @@
 """A step of the gated delta rule as a Pallas kernel for NVIDIA GPUs (Triton backend).
 
-A program takes one value head of one batch row: its whole state is in registers while the last
-block is folded in, written, and read by the new block. Products of fp32 values run as three TF32
+A program takes one value head of one batch row. A tile of columns of its state is in registers
+while the last block is folded in, written, and read by the new block. Products of fp32 values run as three TF32
 products, whose error is that of fp32 (one TF32 product would cost three digits of the state).
 """
 
@@ -32,7 +32,7 @@ def obstacle(a: Array, state: Array, update: Array) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """T tokens padded to P rows, `taps` of the convolution, `slots` of the ring."""
+    """T tokens padded to P rows; `columns` of a state at a time."""
 
     T: int
     P: int
@@ -42,26 +42,44 @@ class _Sizes:
     value_heads: int
     kd: int
     vd: int
+    columns: int
     interpret: bool
 
 
 def _dot(sizes: _Sizes, x: Array, y: Array) -> Array:
-    """fp32 product of `[P, k]` and `[k, n]`."""
-    if x.shape[0] == 1:
-        return jnp.sum(x.reshape(x.shape[1], 1) * y, axis=0)[None, :]
-    if x.shape[1] == 1:
-        return x * y
-    # The interpreter's backends know full fp32 only.
-    exact = lax.Precision.HIGHEST
-    precision = exact if sizes.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    return plt.dot(x, y, precision=precision)
+    """fp32 product of `[m, k]` in fp32 and `[k, n]` in fp32 or the ring's dtype."""
+    if sizes.P == 1:
+        wide = y.astype(jnp.float32)
+        if x.shape[1] == 1:
+            return x * wide
+        return jnp.sum(x * wide.reshape(1, x.shape[1]), axis=1)[:, None]
+    if y.dtype == jnp.float32:
+        # The interpreter's backends know full fp32 only.
+        exact, three = lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        return plt.dot(x, y, precision=exact if sizes.interpret else three)
+    total = jnp.zeros((), jnp.float32)
+    for _ in range(3):
+        part = x.astype(y.dtype)
+        total = total + plt.dot(part, y)
+        x = x - part.astype(jnp.float32)
+    return total
+
+
+def _gram(sizes: _Sizes, x: Array, y: Array) -> Array:
+    """fp32 products of the rows of two `[P, k]` in the ring's dtype."""
+    if sizes.P == 1:
+        product = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
+        return product[:, None]
+    if x.dtype == jnp.float32:
+        return _dot(sizes, x, y.T)
+    return plt.dot(x, y.T)
 
 
 def _convolved(
     sizes: _Sizes, ring_ref: Any, kernel_ref: Any, position: Array, real: Array, channel: Array,
     width: int,
 ) -> Array:  # fmt: skip
-    """SiLU of the convolution at `position` for `width` channels, rounded as the reference does."""
+    """SiLU of the convolution at `position` for `width` channels, in the ring's dtype."""
     columns = jnp.arange(width)
     total = jnp.zeros((position.shape[0], width), jnp.float32)
     for tap in range(sizes.taps):
@@ -72,30 +90,30 @@ def _convolved(
         row = plt.load(where, mask=known, other=0.0)
         weight = kernel_ref[tap, pl.ds(channel, width)]
         total += row.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]
-    return (total * jax.nn.sigmoid(total)).astype(ring_ref.dtype).astype(jnp.float32)
+    return (total * jax.nn.sigmoid(total)).astype(ring_ref.dtype)
 
 
-def _unit(x: Array) -> Array:
-    return x * lax.rsqrt(jnp.sum(x * x, axis=1) + 1e-6)[:, None]
+def _norm(x: Array) -> Array:
+    """What makes rows of length one, `[P]`."""
+    wide = x.astype(jnp.float32)
+    return lax.rsqrt(jnp.sum(wide * wide, axis=1) + 1e-6)
 
 
-def _masked(ref: Any, real: Array) -> Array:
-    """A vector of tokens, or rows of them, padded with zeros."""
-    index = jnp.arange(real.shape[0])
-    if len(ref.shape) == 1:
-        return plt.load(ref.at[index], mask=real, other=0.0).astype(jnp.float32)
-    columns = jnp.arange(ref.shape[1])
-    mask = jnp.broadcast_to(real[:, None], (real.shape[0], ref.shape[1]))
-    return plt.load(ref.at[index[:, None], columns[None, :]], mask=mask, other=0.0)
+def _tokens(ref: Any, real: Array) -> Array:
+    """A number for every token, zero where it is not `real`: what stands there is not read."""
+    values = plt.load(ref.at[jnp.arange(real.shape[0])], mask=real, other=0.0)
+    return values.astype(jnp.float32)
 
 
-def _put(ref: Any, value: Array, real: Array) -> None:
-    index, value = jnp.arange(real.shape[0]), value.astype(ref.dtype)
-    if value.ndim == 1:
-        plt.store(ref.at[index], value, mask=real)
-        return
-    at = ref.at[index[:, None], jnp.arange(value.shape[1])[None, :]]
-    plt.store(at, value, mask=jnp.broadcast_to(real[:, None], value.shape))
+def _tile(ref: Any, start: Array, width: int) -> Any:
+    """The columns `start ..` of all rows of `ref`."""
+    return ref.at[:, pl.ds(start, width)]
+
+
+def _rows(ref: Any, count: int, start: Array, width: int) -> Any:
+    """The columns `start ..` of `count` rows, of which `ref` may have fewer."""
+    columns = start + jnp.arange(width)
+    return ref.at[jnp.arange(count)[:, None], columns[None, :]]
 
 
 def _decay(G: Array, mask: Array) -> Array:
@@ -104,21 +122,18 @@ def _decay(G: Array, mask: Array) -> Array:
     return jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0.0)), 0.0)
 
 
-def _solve(sizes: _Sizes, A: Array, right: Array, row: Array, column: Array) -> Array:
-    """(I + A)^-1 right for a strictly lower triangular `A`, by doubling block sizes."""
-    P = sizes.P
-    if P == 1:
-        return right
+def _inverse(sizes: _Sizes, A: Array, row: Array, column: Array) -> Array:
+    """(I + A)^-1 of a strictly lower triangular `A`, by doubling block sizes."""
     inverse = jnp.where(row == column, 1.0, 0.0)
     width = 1
-    while width < P:
+    while width < sizes.P:
         below = ((row // width) % 2 == 1) & (column // width == row // width - 1)
         part = jnp.where(below, A, 0.0)
         if width > 1:
             part = _dot(sizes, _dot(sizes, inverse, part), inverse)
         inverse -= part
         width *= 2
-    return _dot(sizes, inverse, right)
+    return inverse
 
 
 def _step(
@@ -127,7 +142,7 @@ def _step(
     pending_ref: Any, out_ref: Any, state_out: Any, update_out: Any, G_out: Any,
 ) -> None:  # fmt: skip
     """The program of one value head of one row."""
-    P, kd, vd = sizes.P, sizes.kd, sizes.vd
+    P, kd, vd, columns = sizes.P, sizes.kd, sizes.vd, sizes.columns
     head = pl.program_id(0) % sizes.value_heads
     key_channel = head // (sizes.value_heads // sizes.key_heads) * kd
     keys = sizes.key_heads * kd
@@ -138,34 +153,47 @@ def _step(
     def convolved(position: Array, real: Array, channel: Array, width: int) -> Array:
         return _convolved(sizes, ring_ref, kernel_ref, position, real, channel, width)
 
-    old = _masked(G_ref, real & kept)
+    old = _tokens(G_ref, kept)
     last = jnp.sum(jnp.where(index == keep - 1, old, 0.0))
     weight = jnp.where(kept, jnp.exp(jnp.where(kept, last - old, 0.0)), 0.0)
-    old_keys = _unit(convolved(length - keep + index, kept, keys + key_channel, kd))
-    folded = _dot(sizes, (old_keys * weight[:, None]).T, _masked(update_ref, real & kept))
-    state = jnp.exp(last) * state_ref[...] + folded
-    state_out[...] = state
+    old_keys = convolved(length - keep + index, kept, keys + key_channel, kd)
+    weight *= _norm(old_keys)
 
-    q = _unit(convolved(length + index, real, key_channel, kd)) * kd**-0.5
-    k = _unit(convolved(length + index, real, keys + key_channel, kd))
-    v = convolved(length + index, real, 2 * keys + head * vd, vd)
-    x = _masked(a_ref, real) + dt_bias_ref[0]
+    q = convolved(length + index, real, key_channel, kd)
+    k = convolved(length + index, real, keys + key_channel, kd)
+    q_norm, k_norm = _norm(q) * kd**-0.5, _norm(k)
+    x = _tokens(a_ref, real) + dt_bias_ref[0]
     dt = jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
     g = jnp.where(real, -jnp.exp(A_log_ref[0]) * dt, 0.0)
-    beta = jnp.where(real, jax.nn.sigmoid(_masked(b_ref, real)), 0.0)
+    beta = jnp.where(real, jax.nn.sigmoid(_tokens(b_ref, real)), 0.0)
 
     row = lax.broadcasted_iota(jnp.int32, (P, P), 0)
     column = lax.broadcasted_iota(jnp.int32, (P, P), 1)
     G = jnp.sum(jnp.where(column <= row, g[None, :], 0.0), axis=1)
-    through = _decay(G, column <= row)
-    grown = jnp.exp(G)[:, None]
-    A = jnp.where(column < row, beta[:, None] * through * _dot(sizes, k, k.T), 0.0)
-    right = beta[:, None] * (v - grown * _dot(sizes, k, state))
-    update = _solve(sizes, A, right, row, column)
-    out = grown * _dot(sizes, q, state) + _dot(sizes, through * _dot(sizes, q, k.T), update)
-    _put(out_ref, out, real)
-    _put(update_out, update, real)
-    _put(G_out, G, real)
+    plt.store(G_out.at[index], G, mask=real)
+    through = _decay(G, column <= row) * k_norm[None, :]
+    A = jnp.where(column < row, (beta * k_norm)[:, None] * through * _gram(sizes, k, k), 0.0)
+    inverse = _inverse(sizes, A, row, column)
+    mixing = q_norm[:, None] * through * _gram(sizes, q, k)
+    k_scale, q_scale = jnp.exp(G) * k_norm, jnp.exp(G) * q_norm
+
+    def tile(number: Array, _: None) -> None:
+        start = number * columns
+        wide = jnp.broadcast_to(real[:, None], (P, columns))
+        records = plt.load(
+            _rows(update_ref, P, start, columns), mask=wide & kept[:, None], other=0.0
+        )
+        state = jnp.exp(last) * plt.load(_tile(state_ref, start, columns)).T
+        state += _dot(sizes, (weight[:, None] * records).T, old_keys)
+        plt.store(_tile(state_out, start, columns), state.T)
+        v = convolved(length + index, real, 2 * keys + head * vd + start, columns)
+        told = _dot(sizes, state, k.T) * k_scale[None, :]
+        update = _dot(sizes, beta[None, :] * (v.astype(jnp.float32).T - told), inverse.T)
+        out = _dot(sizes, state, q.T) * q_scale[None, :] + _dot(sizes, update, mixing.T)
+        plt.store(_rows(update_out, P, start, columns), update.T, mask=wide)
+        plt.store(_rows(out_ref, P, start, columns), out.T.astype(out_ref.dtype), mask=wide)
+
+    lax.fori_loop(0, vd // columns, tile, None)
 
 
 def gated_delta_step(
@@ -183,6 +211,7 @@ def gated_delta_step(
     *,
     key_heads: int,
     interpret: bool = False,
+    columns: int = 64,
     warps: int = 8,
 ) -> tuple[Array, Array, Array, Array]:
     """`pallas_kernels.gated_delta_step`; state and records are updated in place."""
@@ -191,7 +220,8 @@ def gated_delta_step(
     vh, kd, vd = state.shape[1:]
     sizes = _Sizes(
         T=T, P=1 if T == 1 else max(LEAST, 1 << (T - 1).bit_length()), taps=kernel.shape[0],
-        slots=slots, key_heads=key_heads, value_heads=vh, kd=kd, vd=vd, interpret=interpret,
+        slots=slots, key_heads=key_heads, value_heads=vh, kd=kd, vd=vd,
+        columns=min(columns, vd), interpret=interpret,
     )  # fmt: skip
     tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, i % vh))
     head = pl.BlockSpec((1,), lambda i: (i % vh,))
