@@ -46,23 +46,29 @@ class _Sizes:
     interpret: bool
 
 
-def _dot(sizes: _Sizes, x: Array, y: Array) -> Array:
-    """fp32 product of `[m, k]` in fp32 and `[k, n]` in fp32 or the ring's dtype."""
+def _dots(sizes: _Sizes, x: Array, *sides: Array) -> list[Array]:
+    """fp32 products of `[m, k]` in fp32 with `[k, n]` in the ring's dtype or fp32."""
     if sizes.P == 1:
-        wide = y.astype(jnp.float32)
-        if x.shape[1] == 1:
-            return x * wide
-        return jnp.sum(x * wide.reshape(1, x.shape[1]), axis=1)[:, None]
-    if y.dtype == jnp.float32:
+        wide = [y.astype(jnp.float32).reshape(1, x.shape[1]) for y in sides]
+        return [jnp.sum(x * y, axis=1)[:, None] for y in wide]
+    if sides[0].dtype == jnp.float32:
         # The interpreter's backends know full fp32 only.
         exact, three = lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        return plt.dot(x, y, precision=exact if sizes.interpret else three)
-    total = jnp.zeros((), jnp.float32)
+        return [plt.dot(x, y, precision=exact if sizes.interpret else three) for y in sides]
+    totals = [jnp.zeros((), jnp.float32)] * len(sides)
+    # One part after the other, so that only one takes registers.
     for _ in range(3):
-        part = x.astype(y.dtype)
-        total = total + plt.dot(part, y)
+        part = x.astype(sides[0].dtype)
+        totals = [total + plt.dot(part, y) for total, y in zip(totals, sides, strict=True)]
         x = x - part.astype(jnp.float32)
-    return total
+    return totals
+
+
+def _dot(sizes: _Sizes, x: Array, y: Array) -> Array:
+    """`_dots` with one other side."""
+    if x.shape[1] == 1:
+        return x * y.astype(jnp.float32)
+    return _dots(sizes, x, y)[0]
 
 
 def _gram(sizes: _Sizes, x: Array, y: Array) -> Array:
@@ -81,15 +87,20 @@ def _convolved(
 ) -> Array:  # fmt: skip
     """SiLU of the convolution at `position` for `width` channels, in the ring's dtype."""
     columns = jnp.arange(width)
-    total = jnp.zeros((position.shape[0], width), jnp.float32)
-    for tap in range(sizes.taps):
+
+    def add(tap: Array, total: Array) -> Array:
         at = position + (tap - (sizes.taps - 1))
         known = jnp.broadcast_to((real & (at >= 0))[:, None], total.shape)
         slot = lax.rem(at + sizes.slots, sizes.slots)
         where = ring_ref.at[slot[:, None], (channel + columns)[None, :]]
         row = plt.load(where, mask=known, other=0.0)
         weight = kernel_ref[tap, pl.ds(channel, width)]
-        total += row.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]
+        return total + row.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]
+
+    # A loop, because Triton would compute straight-line sums in the layout of a product's side,
+    # of which every warp holds all, and run out of registers.
+    start = jnp.zeros((position.shape[0], width), jnp.float32)
+    total = lax.fori_loop(0, sizes.taps, add, start)
     return (total * jax.nn.sigmoid(total)).astype(ring_ref.dtype)
 
 
@@ -187,9 +198,10 @@ def _step(
         state += _dot(sizes, (weight[:, None] * records).T, old_keys)
         plt.store(_tile(state_out, start, columns), state.T)
         v = convolved(length + index, real, 2 * keys + head * vd + start, columns)
-        told = _dot(sizes, state, k.T) * k_scale[None, :]
-        update = _dot(sizes, beta[None, :] * (v.astype(jnp.float32).T - told), inverse.T)
-        out = _dot(sizes, state, q.T) * q_scale[None, :] + _dot(sizes, update, mixing.T)
+        told, asked = _dots(sizes, state, k.T, q.T)
+        right = beta[None, :] * (v.astype(jnp.float32).T - told * k_scale[None, :])
+        update = _dot(sizes, right, inverse.T)
+        out = asked * q_scale[None, :] + _dot(sizes, update, mixing.T)
         plt.store(_rows(update_out, P, start, columns), update.T, mask=wide)
         plt.store(_rows(out_ref, P, start, columns), out.T.astype(out_ref.dtype), mask=wide)
 
