@@ -56,6 +56,4 @@ def test_the_public_function_reaches_the_kernel_and_never_swaps_a_named_choice()
 def test_an_unsupported_head_width_is_named():
     case = Case(name="narrow", lengths=(4,), H=24)
     with pytest.raises(KernelError, match="24"):
-        block_attention(
-            *case.arguments(jnp.float32, 0, 0.0), **case.options, kernels="interpret"
-        )
+        block_attention(*case.arguments(jnp.float32, 0, 0.0), **case.options, kernels="interpret")
