@@ -56,7 +56,7 @@ class Time:
 
 
 def _error(got: Any, wanted: Any) -> float:
-    """Largest difference as a share of the largest magnitude; infinite if anything is not finite."""
+    """Largest difference as a share of the largest magnitude; infinite if one is not finite."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     if not np.isfinite(got).all():
         return float("inf")
@@ -105,15 +105,12 @@ class Trial:
 
 def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any]:
     own = attention_gpu._tile(q, cache, case.window)  # noqa: SLF001
-    tiles = [own]
-    for splits in (own.splits // 2, own.splits * 2):
-        if 1 <= splits <= 64:
-            tiles.append(dataclasses.replace(own, splits=splits))
-    for warps in (own.warps // 2, own.warps * 2):
-        tiles.append(dataclasses.replace(own, warps=warps))
-    tiles.append(dataclasses.replace(own, stages=own.stages + 1))
-    tiles.append(dataclasses.replace(own, keys=own.keys // 2, stages=own.stages + 1))
-    return tiles
+    changes: list[dict[str, int]] = [{}]
+    halves = (own.splits // 2, own.splits * 2)
+    changes += [{"splits": splits} for splits in halves if 1 <= splits <= 64]
+    changes += [{"warps": warps} for warps in (own.warps // 2, own.warps * 2)]
+    changes += [{"stages": own.stages + 1}, {"keys": own.keys // 2, "stages": own.stages + 1}]
+    return [dataclasses.replace(own, **change) for change in changes]
 
 
 def _attention(case: attention_cases.Case, arguments: Time, batch: int) -> list[Trial]:
@@ -185,7 +182,7 @@ def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
 def _compile(trial: Trial) -> Callable[..., Any] | str:
     try:
         return trial.compiled.lower(np.int32(1), *trial.arguments).compile()  # type: ignore[attr-defined]
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         return str(error).splitlines()[0][:200]
 
 

@@ -261,12 +261,12 @@ def block_attention(
 
     def whole(*shape: int | None) -> pl.BlockSpec:
         """What belongs to the batch row and the key/value head of program `(i, j)`."""
-        place = [0] * (len(shape) - 2)
+        zeros = [0] * (len(shape) - 2)
         if shape[1] is None:
-            return pl.BlockSpec(shape, lambda i, j: (i // K, i % K, *place))
-        return pl.BlockSpec(shape, lambda i, j: (i // K, 0, i % K, *place[1:]))
+            return pl.BlockSpec(shape, lambda i, _: (i // K, i % K, *zeros))
+        return pl.BlockSpec(shape, lambda i, _: (i // K, 0, i % K, *zeros[1:]))
 
-    scalar = pl.BlockSpec((1,), lambda i, j: (i // K,))
+    scalar = pl.BlockSpec((1,), lambda i, _: (i // K,))
     context, block = whole(None, None, S, H), whole(None, T, None, H)
     grouped = whole(None, T, None, G, H)
     out_type = jax.ShapeDtypeStruct((B, T, K, G, H), v_block.dtype)
@@ -274,11 +274,13 @@ def block_attention(
     split_specs, split_types = [grouped], [out_type]
     if tile.splits > 1:
         # Programs of one tile and head differ in the split alone.
+        def part(i: Array, j: Array) -> tuple[Array | int, ...]:
+            return i // K, i % K, j % tile.splits, 0, 0
+
         split_specs = [
-            pl.BlockSpec((None, None, None, rows, H),
-                         lambda i, j: (i // K, i % K, j % tile.splits, 0, 0)),
-            pl.BlockSpec((None, None, None, rows), lambda i, j: (i // K, i % K, j % tile.splits, 0)),
-        ]  # fmt: skip
+            pl.BlockSpec((None, None, None, rows, H), part),
+            pl.BlockSpec((None, None, None, rows), lambda i, j: part(i, j)[:4]),
+        ]
         split_types = [
             jax.ShapeDtypeStruct((B, K, tile.splits, rows, H), jnp.float32),
             jax.ShapeDtypeStruct((B, K, tile.splits, rows), jnp.float32),

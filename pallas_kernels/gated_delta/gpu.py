@@ -1,8 +1,14 @@
 """A step of the gated delta rule as a Pallas kernel for NVIDIA GPUs (Triton backend).
 
 A program takes one value head of one batch row. A tile of columns of its state is in registers
-while the last block is folded in, written, and read by the new block. Products of fp32 values run as three TF32
-products, whose error is that of fp32 (one TF32 product would cost three digits of the state).
+while the last block is folded in, written, and read by the new block. States and blocks are turned
+(columns of the state become rows): 16 tokens are the short side of every product, and Triton gives
+a row of a product to one warp.
+
+Every product has the accuracy of fp32 (one TF32 product would cost three digits of the state).
+Queries and keys are rounded to the dtype of the ring before they are normalised, so in bf16 they go
+into products as they are, without error, the other side in three bf16 parts; norms follow after.
+Other products run as three TF32 products.
 """
 
 import functools
@@ -247,7 +253,7 @@ def gated_delta_step(
         grid=(B * vh,),
         in_specs=[
             pl.BlockSpec((None, slots, channels), lambda i: (i // vh, 0, 0)),
-            pl.BlockSpec((kernel.shape[0], channels), lambda i: (0, 0)),
+            pl.BlockSpec((kernel.shape[0], channels), lambda _: (0, 0)),
             tokens, tokens, head, head, states, updates, decays, batch_row, batch_row,
         ],
         out_specs=[outputs, states, updates, decays],

@@ -41,8 +41,8 @@ def _(cache: qwen3_5.Cache, target: qwen3_5.Qwen35, params: Params, length: np.n
             continue
         kernel = params["layers"][index]["linear_attn"]["conv1d"]
         state = fold(
-            layer.rows, kernel, layer.state, layer.updates, layer.decay, jnp.asarray(length), cache.pending,
-            key_heads=key_heads,
+            layer.rows, kernel, layer.state, layer.updates, layer.decay, jnp.asarray(length),
+            cache.pending, key_heads=key_heads,
         )  # fmt: skip
         last = from_ring(layer.rows, jnp.asarray(length) - (taps - 1), taps - 1)
         for row in range(len(length)):
