@@ -20,7 +20,7 @@ def write_profile(run: Callable[[], Any], path: Path, *, steps: int, lines: int 
         times, counts = _kernels(Path(folder))
     total, launches = sum(times.values()), sum(counts.values())
     text = [f"{total / steps / 1e3:.1f} us and {launches / steps:.0f} launches a step", ""]
-    parts: dict[str, float] = collections.Counter()
+    parts: dict[str, float] = collections.defaultdict(float)
     for (_, part), ns in times.items():
         parts[part] += ns
     text += [f"{ns / steps / 1e3:9.1f} us  {part}" for part, ns in _largest(parts, 20)]
@@ -41,8 +41,8 @@ def _largest(times: dict[Any, float], count: int) -> list[tuple[Any, float]]:
 
 def _kernels(folder: Path) -> tuple[dict[Kernel, float], dict[Kernel, int]]:
     """Nanoseconds and launches of every kernel on the device."""
-    times: dict[Kernel, float] = collections.Counter()
-    counts: dict[Kernel, int] = collections.Counter()
+    times: dict[Kernel, float] = collections.defaultdict(float)
+    counts: dict[Kernel, int] = collections.defaultdict(int)
     for file in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
             if "/device:GPU" not in plane.name:

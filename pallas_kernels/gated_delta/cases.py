@@ -61,11 +61,11 @@ SMALL = (
 """For the interpreter."""
 
 SERVED = (
-    Case(name="qwen_block", lengths=(1024, 33, 0, 4000), pending=(6, 16, 0, 1), key_heads=16,
+    Case(name="delta_block", lengths=(1024, 33, 0, 4000), pending=(6, 16, 0, 1), key_heads=16,
          value_heads=32, kd=128, vd=128),
-    Case(name="qwen_like_keys", lengths=(1024,), pending=(6,), key_heads=16, value_heads=32,
+    Case(name="delta_like_keys", lengths=(1024,), pending=(6,), key_heads=16, value_heads=32,
          kd=128, vd=128, spread=1e-2),
-    Case(name="qwen_plain", lengths=(1024, 33, 0, 4000), pending=(1, 1, 0, 1), key_heads=16,
+    Case(name="delta_plain", lengths=(1024, 33, 0, 4000), pending=(1, 1, 0, 1), key_heads=16,
          value_heads=32, kd=128, vd=128, T=1),
 )  # fmt: skip
 """Heads of Qwen3.5-4B: for a card."""
