@@ -1,18 +1,15 @@
-"""Load and decode full-size random checkpoints: does everything fit, and how long does a step take?
+"""Full-size random checkpoints: write them, and hold our logits against transformers'.
 
     python -m benchmarks.full_size make --family gemma4 --folder /tmp/full
     python -m benchmarks.full_size compare --folder /tmp/full --dtype bfloat16
-    python -m benchmarks.full_size measure --folder /tmp/full --report full_size.json
 
 `make` writes a random checkpoint of Qwen3.5-4B's or Gemma-4-E4B's shape and a random draft of the
 published size with `save_pretrained` (needs torch, transformers and z-lab's `dflash`). `compare`
-holds the target's logits against those of transformers in fp32. `measure` loads both with our
-loader and decodes. Weights are random: step times are real, acceptance and text mean nothing.
+holds the target's logits against those of transformers in fp32. `benchmarks.decode` times decoding
+with them. Weights are random: acceptance and text mean nothing.
 """
 
-import dataclasses
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -52,20 +49,6 @@ class Compare:
     """Prompt tokens, an image among them."""
     device: str = "cuda"
     """Where transformers runs."""
-    report: Path | None = None
-
-
-@dataclass(frozen=True)
-class Measure:
-    """Load and decode them, and report."""
-
-    folder: Path
-    batches: tuple[int, ...] = (1, 8)
-    drafters: tuple[Literal["dflash", "none"], ...] = ("dflash", "none")
-    context: int = 1024
-    """Prompt tokens of a row."""
-    steps: int = 50
-    """Timed verify steps."""
     report: Path | None = None
 
 
@@ -247,81 +230,6 @@ def _reference_inputs(family: str, target: Any, prompt: Any) -> dict[str, Any]:
     return {**given, "pixel_values": image.patches[None], "image_position_ids": places}
 
 
-def measure(arguments: Measure) -> dict[str, Any]:
-    import jax
-    import numpy as np
-
-    from mmflash_jax.decode.loop import decode
-    from mmflash_jax.decode.prefill import prefill
-    from mmflash_jax.decode.records import Plan
-    from mmflash_jax.drafters import NoDraft
-    from mmflash_jax.evaluation.report import describe_device, versions
-    from mmflash_jax.load import default_dtype, load_drafter, load_target
-
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    head = subprocess.run(commit, capture_output=True, text=True, check=False)
-    result: dict[str, Any] = {
-        "device": describe_device(),
-        "versions": versions(),
-        "commit": head.stdout.strip(),
-        "weights": "random",
-        "context": arguments.context,
-        "runs": [],
-    }
-    began = time.perf_counter()
-    target, params = load_target(arguments.folder / "target", default_dtype())
-    jax.block_until_ready(params)
-    result["target_load_s"] = round(time.perf_counter() - began, 2)
-    began = time.perf_counter()
-    drafter, draft_params = load_drafter(arguments.folder / "draft", target, default_dtype())
-    jax.block_until_ready(draft_params)
-    result["draft_load_s"] = round(time.perf_counter() - began, 2)
-    everything = {"target": params, "drafter": draft_params}
-    result["target_bytes"] = sum(x.nbytes for x in jax.tree.leaves(params))
-    result["draft_bytes"] = sum(x.nbytes for x in jax.tree.leaves(draft_params))
-    result["draft_parameters"] = sum(x.size for x in jax.tree.leaves(draft_params))
-    stats = jax.devices()[0].memory_stats() or {}
-    result["bytes_in_use_after_loading"] = stats.get("bytes_in_use")
-    result["peak_bytes_while_loading"] = stats.get("peak_bytes_in_use")
-    print(json.dumps(result), flush=True)
-    warm, capacity = 5, arguments.context + 16 * (arguments.steps + 16)
-    capacity = -(-capacity // 64) * 64
-    for batch in arguments.batches:
-        prompts = [random_prompt(target, arguments.context, row, capacity) for row in range(batch)]
-        for name in arguments.drafters:
-            plan = Plan(target, drafter if name == "dflash" else NoDraft(), ())
-            began = time.perf_counter()
-            state = prefill(plan, everything, prompts, capacity=capacity)
-            state = jax.block_until_ready(decode(plan, everything, state, np.int32(warm)))
-            first_s = time.perf_counter() - began
-            began = time.perf_counter()
-            state = prefill(plan, everything, prompts, capacity=capacity)
-            jax.block_until_ready(state)
-            prefill_s = time.perf_counter() - began
-            times = []
-            for _ in range(3):
-                began = time.perf_counter()
-                state = decode(plan, everything, state, np.int32(arguments.steps // 3))
-                jax.block_until_ready(state)
-                times.append((time.perf_counter() - began) / (arguments.steps // 3))
-            stats = jax.devices()[0].memory_stats() or {}
-            run = {
-                "drafter": name,
-                "batch": batch,
-                "step_ms": round(1000 * float(np.median(times)), 3),
-                "prefill_ms": round(1000 * prefill_s, 1),
-                "first_call_s": round(first_s, 1),
-                "tokens": int(np.asarray(state.num_tokens).sum()),
-                "peak_memory_bytes": stats.get("peak_bytes_in_use"),
-            }
-            del state
-            result["runs"].append(run)
-            print(json.dumps(run), flush=True)
-            if arguments.report:
-                arguments.report.write_text(json.dumps(result, indent=2) + "\n")
-    return result
-
-
 def random_prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
     """Random text around one picture of noise, 16 or so patches a side."""
     import numpy as np
@@ -354,18 +262,14 @@ def random_prompt(target: Any, length: int, seed: int, capacity: int) -> Any:
 
 
 def main() -> int:
-    commands: Any = Make | Compare | Measure
+    commands: Any = Make | Compare
     arguments = tyro.cli(commands, description=__doc__)
     if isinstance(arguments, Make):
         began = time.perf_counter()
         make(arguments)
         print(f"written in {time.perf_counter() - began:.1f} s to {arguments.folder}")
-    elif isinstance(arguments, Compare):
-        compare(arguments)
     else:
-        fields = dataclasses.asdict(arguments)
-        print({name: str(value) for name, value in fields.items()}, flush=True)
-        measure(arguments)
+        compare(arguments)
     return 0
 
 

@@ -19,6 +19,8 @@ from mmflash_jax.weights.hf_config import ConfigError
 T = TypeVar("T")
 Dtype = Literal["auto", "float32", "bfloat16"]
 FileKind = Literal["jsonl", "parquet"]
+# As `pallas_kernels.Kernels`, whose import would bring jax: a wrong flag should answer at once.
+Kernels = Literal["auto", "reference", "gpu", "interpret"]
 Ablation = Literal["blank", "patchmask", "pixelate", "noise", "textonly"]
 
 
@@ -96,6 +98,10 @@ class ServeConfig(SamplingSettings):
     """Rows decoded at once."""
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
+    kernels: Kernels = "auto"
+    """Implementation of attention and recurrence. auto: Pallas kernels on an NVIDIA GPU in
+    bfloat16, plain XLA elsewhere; gpu and reference name one; interpret runs the kernels in
+    Pallas' interpreter, slowly."""
     draft_embedding_scale: float | None = None
     """Factor on the token rows that the draft receives. Default: `input_embedding_scale` of the
     draft's config, or 1. Drafts trained on scaled rows that do not say so (some for Gemma) need the

@@ -14,6 +14,7 @@ from mmflash_jax.sharding import sharding_by_rules
 from mmflash_jax.targets import TARGETS, Target
 from mmflash_jax.weights import TensorStore, import_params
 from mmflash_jax.weights.hf_config import ConfigError, read_json, require
+from pallas_kernels import Kernels
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +33,19 @@ def _by_architecture(folder: Path, known: dict[str, Any]) -> tuple[Any, dict[str
     raise ConfigError(f"{folder}: architectures is {names}, known here: {sorted(known)}")
 
 
-def load_target(folder: Path, dtype: str, mesh: Mesh | None = None) -> tuple[Target, Params]:
+def load_target(
+    folder: Path, dtype: str, mesh: Mesh | None = None, *, kernels: Kernels = "reference"
+) -> tuple[Target, Params]:
     """A target checkpoint in Hugging Face layout, each parameter in its dtype and sharding.
+
+    `kernels` names the implementation of its attention and recurrence (`pallas_kernels.choose`).
 
     Raises:
         ConfigError: the configuration is not supported.
         WeightsError: the tensors do not fit the configuration.
     """
     family, config = _by_architecture(folder, TARGETS)
-    target = family.from_hf(config, dtype)
+    target = family.from_hf(config, dtype, kernels)
     params = import_params(
         target.weight_rules(),
         TensorStore(folder),
@@ -58,6 +63,7 @@ def load_drafter(
     mesh: Mesh | None = None,
     *,
     embedding_scale: float | None = None,
+    kernels: Kernels = "reference",
 ) -> tuple[DFlash, Params]:
     """A draft checkpoint that fits `target`; its parameters are replicated over the mesh.
 
@@ -68,7 +74,7 @@ def load_drafter(
         FitError: draft and target do not belong together.
         WeightsError: the tensors do not fit the configuration.
     """
-    drafter = _drafter(folder, dtype)
+    drafter = _drafter(folder, dtype, kernels)
     if embedding_scale is not None:
         scaled = dataclasses.replace(drafter.config, input_embedding_scale=embedding_scale)
         drafter = dataclasses.replace(drafter, config=scaled)
@@ -82,9 +88,9 @@ def load_any_drafter(folder: Path, dtype: str) -> tuple[DFlash, Params]:
     return drafter, _draft_params(folder, drafter, None)
 
 
-def _drafter(folder: Path, dtype: str) -> DFlash:
+def _drafter(folder: Path, dtype: str, kernels: Kernels = "reference") -> DFlash:
     family, config = _by_architecture(folder, DRAFTERS)
-    return family.from_hf(config, dtype)
+    return family.from_hf(config, dtype, kernels)
 
 
 def _draft_params(folder: Path, drafter: DFlash, mesh: Mesh | None) -> Params:

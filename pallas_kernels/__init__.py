@@ -1,22 +1,28 @@
 """Array operations that decide decoding speed, one folder each.
 
-Every folder holds the public function (`__init__.py`) and its reference mathematics in plain
-`jax.numpy` (`reference.py`), which is right on every backend. The package imports nothing of
-`mmflash_jax`.
+Every folder holds the public function (`__init__.py`), its reference mathematics in plain
+`jax.numpy` (`reference.py`), which is right on every backend, a kernel (`gpu.py`) and inputs on
+which the two are compared (`cases.py`). `choose.py` says which of them runs. The package imports
+nothing of `mmflash_jax`.
 """
 
 from pallas_kernels.block_attention import block_attention
+from pallas_kernels.choose import KernelError, Kernels
 from pallas_kernels.gated_delta import (
     commit_gated_delta,
     gated_delta_block,
     gated_delta_chunked,
     gated_delta_sequential,
+    gated_delta_step,
 )
 
 __all__ = [
+    "KernelError",
+    "Kernels",
     "block_attention",
     "commit_gated_delta",
     "gated_delta_block",
     "gated_delta_chunked",
     "gated_delta_sequential",
+    "gated_delta_step",
 ]

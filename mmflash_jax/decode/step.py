@@ -45,7 +45,8 @@ def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
     with jax.named_scope("verify"):
         verification = verify(plan, params, state, proposal)
     with jax.named_scope("accept"):
-        acceptance = accept(state, proposal, verification, plan.stop_ids)
+        rule = plan.rule or accept
+        acceptance = rule(state, proposal, verification, plan.stop_ids)
     with jax.named_scope("commit"):
         return commit(plan, params, state, verification, acceptance)
 

@@ -25,7 +25,7 @@ from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule
-from pallas_kernels import block_attention
+from pallas_kernels import Kernels, block_attention
 
 
 @jax.tree_util.register_dataclass
@@ -86,6 +86,7 @@ class DecoderLayer(nnx.Module):
         start: Int[Array, "B A"],
         angles: Float[Array, "R T half"],
         first: Int[Array, "B A"] | None = None,
+        kernels: Kernels = "reference",
     ) -> Float[Array, "B A T D"]:
         """`A` blocks of each row over its one context; `R` is `B * A`."""
         attention = self.self_attn
@@ -102,6 +103,7 @@ class DecoderLayer(nnx.Module):
                 scale=attention.head_dim**-0.5,
                 causal=self.layer.causal,
                 window=self.layer.window,
+                kernels=kernels,
             )  # fmt: skip
 
         mixed = jax.vmap(attend, in_axes=1, out_axes=1)(q, k, v, start, first)
@@ -140,13 +142,14 @@ class Model(nnx.Module):
         state: DFlashState,
         start: Int[Array, "B A"],
         first: Int[Array, "B A"] | None = None,
+        kernels: Kernels = "reference",
     ) -> Float[Array, "B A T D"]:
         """Hidden states of `A` blocks a row; block `a` sees context before `start[:, a]` only,
         and from `first[:, a]` on if that is given."""
         B, A, T, _ = x.shape
         angles = self._angles(start.reshape(B * A, 1) + jnp.arange(T))
         for layer, k, v in zip(self.layers, state.k, state.v, strict=True):
-            x = layer(x, k, v, start, angles, first)
+            x = layer(x, k, v, start, angles, first, kernels)
         return self.norm(x)
 
 
@@ -167,10 +170,14 @@ class DFlash:
 
     config: Config
     dtype: str = "float32"
+    kernels: Kernels = "reference"
+    """Of drafting; training needs gradients, which the kernels lack."""
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], dtype: str) -> "DFlash":
-        return cls(Config.from_hf(config), dtype)
+    def from_hf(
+        cls, config: Mapping[str, Any], dtype: str, kernels: Kernels = "reference"
+    ) -> "DFlash":
+        return cls(Config.from_hf(config), dtype, kernels)
 
     @property
     def block(self) -> int:
@@ -293,7 +300,7 @@ class DFlash:
         B, A, T = ids.shape
         x = heads.embed(ids.reshape(B, A * T)).reshape(B, A, T, -1)
         x = (x * self.config.input_embedding_scale).astype(jnp.dtype(self.dtype))
-        return self.model(params).denoise(x, state, start, first)
+        return self.model(params).denoise(x, state, start, first, self.kernels)
 
     def logits(self, hidden: Float[Array, "*batch D"], heads: Heads) -> Float[Array, "*batch V"]:
         """fp32 draft logits, multiplier and soft cap of the draft's config included."""

@@ -52,12 +52,15 @@ def load(config: ServeConfig) -> Session:
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
     folder, draft_folder = pair(config.target, config.draft)
     mesh = make_mesh(config.model_parallel) if config.model_parallel > 1 else None
-    target, target_params = load_target(folder, dtype, mesh)
+    # A kernel is one device's; XLA splits the reference over a mesh.
+    kernels = "reference" if mesh is not None and config.kernels == "auto" else config.kernels
+    target, target_params = load_target(folder, dtype, mesh, kernels=kernels)
     drafter, draft_params = NoDraft(), {}
     if draft_folder is not None:
         drafter, draft_params = load_drafter(
-            draft_folder, target, dtype, mesh, embedding_scale=config.draft_embedding_scale
-        )
+            draft_folder, target, dtype, mesh, kernels=kernels,
+            embedding_scale=config.draft_embedding_scale,
+        )  # fmt: skip
     encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)

@@ -13,12 +13,6 @@ def rms_normalise(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*bat
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
-def l2_normalise(x: Float[Array, "*batch D"], eps: float = 1e-6) -> Float[Array, "*batch D"]:
-    """`x / sqrt(sum(x^2) + eps)` over the last axis, in fp32."""
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)
-
-
 class RMSNorm(nnx.Module):
     """Normalise in fp32, round to the input's dtype, times `weight` (Qwen3RMSNorm)."""
 

@@ -28,7 +28,7 @@ from mmflash_jax.targets.gemma4_config import Config, Layer, Rotary
 from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
 from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
 from mmflash_jax.weights import TRANSPOSE, Rule
-from pallas_kernels import block_attention
+from pallas_kernels import Kernels, block_attention
 
 
 @jax.tree_util.register_dataclass
@@ -97,13 +97,14 @@ class Attention(nnx.Module):
         angles: Float[Array, "B T half"],
         context: _Context,
         length: Int[Array, " B"],
+        kernels: Kernels,
     ) -> Float[Array, "B T D"]:
         B, T, _ = x.shape
         q = apply_rotary(self.q_norm(self.q_proj(x).reshape(B, T, self.heads, -1)), angles)
         mixed = block_attention(
             q, k_cache=context.cache.k, v_cache=context.cache.v, k_block=context.k,
             v_block=context.v, length=length, scale=1.0, causal=True, window=self.layer.window,
-            ring=self.layer.window is not None,
+            ring=self.layer.window is not None, kernels=kernels,
         )  # fmt: skip
         return self.o_proj(mixed.reshape(B, T, -1))
 
@@ -131,6 +132,7 @@ class DecoderLayer(nnx.Module):
         angles: Float[Array, "B T half"],
         cache: AttentionCache | _Context,
         length: Int[Array, " B"],
+        kernels: Kernels,
     ) -> tuple[Float[Array, "B T D"], _Context]:
         """Output and the keys and values read; `cache` is a maker's own, or a reader's source."""
         normed = self.input_layernorm(x)
@@ -139,7 +141,7 @@ class DecoderLayer(nnx.Module):
             context = _Context(cache=cache, k=k, v=v)
         else:
             context = cache
-        mixed = self.self_attn(normed, angles, context, length)
+        mixed = self.self_attn(normed, angles, context, length, kernels)
         x = x + self.post_attention_layernorm(mixed)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         gate = gelu(self.per_layer_input_gate(x), approximate=True)
@@ -173,6 +175,7 @@ class Gemma4:
 
     config: Config
     dtype: str = "float32"
+    kernels: Kernels = "reference"
 
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|embed_tokens_per_layer)\.embedding$", ("model", None)),
@@ -215,8 +218,10 @@ class Gemma4:
         return unpack(made, self.config.vision.pooling_kernel_size)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], dtype: str) -> "Gemma4":
-        return cls(Config.from_hf(config), dtype)
+    def from_hf(
+        cls, config: Mapping[str, Any], dtype: str, kernels: Kernels = "reference"
+    ) -> "Gemma4":
+        return cls(Config.from_hf(config), dtype, kernels)
 
     def abstract_params(self) -> Params:
         return _structure(self)[1]
@@ -306,8 +311,9 @@ class Gemma4:
             read = next(own) if is_maker else contexts[layer.source]
             with jax.named_scope(f"layer_{index}"):
                 stream, context = model.layers[index](
-                    stream, x.per_layer[:, :, index], angles[_rotary_of(layer)], read, length
-                )
+                    stream, x.per_layer[:, :, index], angles[_rotary_of(layer)], read, length,
+                    self.kernels,
+                )  # fmt: skip
             if is_maker:
                 contexts[index] = context
                 ring = layer.window is not None

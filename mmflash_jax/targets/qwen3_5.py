@@ -2,7 +2,8 @@
 
 Follows transformers 5.24 `models/qwen3_5/modeling_qwen3_5.py`. The delta-net state is committed
 at the start of the next pass: the cache keeps the state before the last block and the block's
-records, `commit` only notes how many tokens of it stay.
+records, `commit` only notes how many tokens of it stay. Inputs of the convolution are kept in a
+ring by position, as keys are, so nothing of them needs undoing.
 """
 
 import functools
@@ -14,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
+from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache, write_rows
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import SwiGLU
-from mmflash_jax.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm, l2_normalise
+from mmflash_jax.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm
 from mmflash_jax.layers.rotary import apply_rotary, mrope_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
 from mmflash_jax.targets.base import TargetOutput
@@ -28,11 +28,13 @@ from mmflash_jax.towers.qwen3_5_vision import VisionConfig, VisionTower
 from mmflash_jax.towers.qwen3_5_vision import weight_rules as tower_rules
 from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule
 from mmflash_jax.weights.hf_config import ConfigError, expect, require, rope_theta
-from pallas_kernels import (
-    block_attention,
-    commit_gated_delta,
-    gated_delta_block,
-    gated_delta_chunked,
+from pallas_kernels import Kernels, block_attention, gated_delta_chunked, gated_delta_step
+from pallas_kernels.gated_delta import (
+    convolve,
+    fold_pending,
+    from_ring,
+    gates,
+    queries_keys_values,
 )
 
 
@@ -135,16 +137,14 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeltaCache:
-    """State before the last block and that block's records.
+    """State before the last block, that block's records and the convolution's inputs.
 
     state: fp32 `[B, vh, kd, vd]`.
-    keys, updates, decay: fp32 records `[B, block, kh, kd]`, `[B, vh, block, vd]`,
-        `[B, vh, block]`.
-    rows: `[B, taps - 1 + block, channels]` inputs of the convolution, the last committed first.
+    updates, decay: fp32 records `[B, vh, block, vd]`, `[B, vh, block]`.
+    rows: `[B, taps - 1 + 2 * block, channels]`, a ring; slot p modulo its size holds position p.
     """
 
     state: Array
-    keys: Array
     updates: Array
     decay: Array
     rows: Array
@@ -159,7 +159,6 @@ class Cache:
     pending: Array
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     """What every layer of one pass needs: angles `[B, T, half]`, start and number of tokens."""
@@ -168,6 +167,7 @@ class _Pass:
     length: Array
     count: Array
     pending: Array
+    kernels: Kernels
 
 
 class GatedAttention(nnx.Module):
@@ -197,7 +197,7 @@ class GatedAttention(nnx.Module):
         k = apply_rotary(self.k_norm(k), now.angles)
         mixed = block_attention(
             q, k_cache=cache.k, v_cache=cache.v, k_block=k, v_block=v, length=now.length,
-            scale=self.head_dim**-0.5, causal=True,
+            scale=self.head_dim**-0.5, causal=True, kernels=now.kernels,
         )  # fmt: skip
         gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
         return self.o_proj(gated), write_cache(cache, k, v, now.length, now.count)
@@ -228,69 +228,57 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], DeltaCache]:
         """One pass; `decided` tokens enter the state at once, others leave records behind."""
         B, T, _ = x.shape
-        state = commit_gated_delta(cache.state, cache.keys, cache.updates, cache.decay, now.pending)
-        tail = _rows_from(cache.rows, now.pending, self.taps - 1)
-        rows = jnp.concatenate([tail, self.in_proj_qkv(x)], axis=1)
-        q, k, v = self._convolve(rows, T)
-        beta = jax.nn.sigmoid(self.in_proj_b(x).astype(jnp.float32))
-        dt = jax.nn.softplus(self.in_proj_a(x).astype(jnp.float32) + self.dt_bias[...])
-        g = -jnp.exp(self.A_log[...]) * dt
-        if decided:
-            # A padded token must neither decay nor write the state.
-            real = (jnp.arange(T) < now.count[:, None])[..., None]
-            g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
-            out, state = gated_delta_chunked(q, k, v, g, beta, state)
-            cache = self._settled(cache, state, _rows_from(rows, now.count, self.taps - 1))
-        else:
-            out, updates, decay = gated_delta_block(q, k, v, g, beta, state)
-            cache = DeltaCache(
-                state=state,
-                keys=_widen(k, cache.keys, axis=1),
-                updates=_widen(updates, cache.updates, axis=2),
-                decay=_widen(decay, cache.decay, axis=2),
-                rows=_widen(rows, cache.rows, axis=1),
-            )
+        run = self._absorb if decided else self._verify
+        out, cache = run(self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), cache, now)
         z = self.in_proj_z(x).reshape(B, T, self.value_heads, self.value_dim)
-        return self.out_proj(self.norm(out.astype(x.dtype), z).reshape(B, T, -1)), cache
+        return self.out_proj(self.norm(out, z).reshape(B, T, -1)), cache
 
-    def _convolve(
-        self, rows: Float[Array, "B R channels"], T: int
-    ) -> tuple[Float[Array, "B T kh kd"], Float[Array, "B T kh kd"], Float[Array, "B T vh vd"]]:
-        """Queries, keys (both L2-normalised, queries scaled) and values, fp32."""
-        B = rows.shape[0]
-        wide, kernel = rows.astype(jnp.float32), self.conv1d[...].astype(jnp.float32)
-        mixed = sum(wide[:, tap : tap + T] * kernel[tap] for tap in range(self.taps))
-        # Rounded where the reference rounds: after the convolution's activation.
-        mixed = jax.nn.silu(jnp.asarray(mixed)).astype(rows.dtype).astype(jnp.float32)
-        keys = self.key_heads * self.key_dim
-        q = l2_normalise(mixed[..., :keys].reshape(B, T, self.key_heads, self.key_dim))
-        k = l2_normalise(mixed[..., keys : 2 * keys].reshape(B, T, self.key_heads, self.key_dim))
-        v = mixed[..., 2 * keys :].reshape(B, T, self.value_heads, self.value_dim)
-        return q * self.key_dim**-0.5, k, v
+    def _verify(
+        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
+        b: Float[Array, "B T vh"], cache: DeltaCache, now: _Pass,
+    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
+        """Fold in what stayed of the last block, then run this one without deciding on it."""
+        rows = _write_ring(cache.rows, qkv, now)
+        # Padding makes up for a block narrower than the cache's; no real token looks that far.
+        T, block = qkv.shape[1], cache.updates.shape[2]
+        a, b = (jnp.pad(x, ((0, 0), (0, block - T), (0, 0))) for x in (a, b))
+        out, state, updates, decay = gated_delta_step(
+            rows, self.conv1d[...], a, b, self.A_log[...], self.dt_bias[...], cache.state,
+            cache.updates, cache.decay, now.length, now.pending, key_heads=self.key_heads,
+            kernels=now.kernels,
+        )  # fmt: skip
+        return out[:, :T], DeltaCache(state=state, updates=updates, decay=decay, rows=rows)
 
-    def _settled(self, cache: DeltaCache, state: Array, tail: Array) -> DeltaCache:
-        """A cache with nothing pending: empty records of the block's width."""
-        block = cache.keys.shape[1]
-        rows = jnp.pad(tail, ((0, 0), (0, block), (0, 0)))
-        records = {name: jnp.zeros_like(getattr(cache, name)) for name in _RECORDS}
-        return DeltaCache(state=state, rows=rows, **records)
+    def _absorb(
+        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
+        b: Float[Array, "B T vh"], cache: DeltaCache, now: _Pass,
+    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
+        """Run decided tokens in chunks; nothing is pending afterwards."""
+        kernel = self.conv1d[...]
+        state = fold_pending(
+            cache.rows, kernel, cache.state, cache.updates, cache.decay, now.length, now.pending,
+            key_heads=self.key_heads,
+        )  # fmt: skip
+        tail = from_ring(cache.rows, now.length - (self.taps - 1), self.taps - 1)
+        mixed = convolve(jnp.concatenate([tail, qkv], axis=1), kernel)
+        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
+        # A padded token must neither decay nor write the state.
+        real = (jnp.arange(qkv.shape[1]) < now.count[:, None])[..., None]
+        g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
+        q, k, v = queries_keys_values(mixed, self.key_heads, state)
+        out, state = gated_delta_chunked(q, k, v, g, beta, state)
+        return out.astype(qkv.dtype), DeltaCache(
+            state=state,
+            updates=jnp.zeros_like(cache.updates),
+            decay=jnp.zeros_like(cache.decay),
+            rows=_write_ring(cache.rows, qkv, now),
+        )
 
 
-_RECORDS = ("keys", "updates", "decay")
-
-
-def _widen(records: Array, room: Array, *, axis: int) -> Array:
-    """Records of a block that may be narrower than the cache has room for."""
-    padding = [(0, 0)] * records.ndim
-    padding[axis] = (0, room.shape[axis] - records.shape[axis])
-    return jnp.pad(records, padding)
-
-
-def _rows_from(
-    rows: Float[Array, "B R channels"], start: Int[Array, " B"], count: int
-) -> Float[Array, "B count channels"]:
-    """`count` rows from `start` on, for each batch row."""
-    return jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, count))(rows, start)
+def _write_ring(
+    rows: Float[Array, "B slots channels"], new: Float[Array, "B T channels"], now: _Pass
+) -> Float[Array, "B slots channels"]:
+    return write_rows(rows[:, None], new[:, :, None], now.length, now.count, ring=True)[:, 0]
 
 
 class DecoderLayer(nnx.Module):
@@ -338,6 +326,7 @@ class Qwen35:
 
     config: Config
     dtype: str = "float32"
+    kernels: Kernels = "reference"
 
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|lm_head)\.embedding$", ("model", None)),
@@ -379,8 +368,10 @@ class Qwen35:
         return np.asarray(made["pixel_values"], np.float32), rows, columns
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], dtype: str) -> "Qwen35":
-        return cls(Config.from_hf(config), dtype)
+    def from_hf(
+        cls, config: Mapping[str, Any], dtype: str, kernels: Kernels = "reference"
+    ) -> "Qwen35":
+        return cls(Config.from_hf(config), dtype, kernels)
 
     def abstract_params(self) -> Params:
         return _structure(self)[1]
@@ -451,19 +442,17 @@ class Qwen35:
 
     def init_cache(self, batch: int, capacity: int, block: int) -> Cache:
         c, dtype = self.config, jnp.dtype(self.dtype)
-        heads, key_heads = c.linear_num_value_heads, c.linear_num_key_heads
+        heads, taps = c.linear_num_value_heads, c.linear_conv_kernel_dim
         kd, vd = c.linear_key_head_dim, c.linear_value_head_dim
-        taps = c.linear_conv_kernel_dim
 
         def layer(kind: str) -> AttentionCache | DeltaCache:
             if kind == "full_attention":
                 return empty_cache(batch, c.num_key_value_heads, capacity, c.head_dim, dtype)
             return DeltaCache(
                 state=jnp.zeros((batch, heads, kd, vd), jnp.float32),
-                keys=jnp.zeros((batch, block, key_heads, kd), jnp.float32),
                 updates=jnp.zeros((batch, heads, block, vd), jnp.float32),
                 decay=jnp.zeros((batch, heads, block), jnp.float32),
-                rows=jnp.zeros((batch, taps - 1 + block, c.delta_channels), dtype),
+                rows=jnp.zeros((batch, taps - 1 + 2 * block, c.delta_channels), dtype),
             )
 
         layers = tuple(layer(kind) for kind in c.layer_types)
@@ -487,7 +476,9 @@ class Qwen35:
     ) -> TargetOutput:  # fmt: skip
         c, model = self.config, self._model(params)
         angles = mrope_angles(positions, c.rope_theta, c.rotary_dim, c.mrope_section)
-        now = _Pass(angles=angles, length=length, count=count, pending=cache.pending)
+        now = _Pass(
+            angles=angles, length=length, count=count, pending=cache.pending, kernels=self.kernels
+        )
         captured: dict[int, Array] = {}
         layers = []
         for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):

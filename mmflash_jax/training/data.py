@@ -42,6 +42,11 @@ class Row:
     weight: np.ndarray
     score: np.ndarray
 
+    @property
+    def supervised(self) -> int:
+        """Tokens that can be a label: those of the answer after its first, which begins a block."""
+        return int((self.weight[self.prompt_len + 1 :] > 0).sum())
+
 
 def prompt_requests(
     data: ChartData | FileData,
@@ -100,12 +105,12 @@ def make_row(
     row_length: int,
     visual: TokenWeights | None = None,
 ) -> Row | None:
-    """A training row of at most `row_length` tokens; None if fewer than two answer tokens fit.
+    """A training row of at most `row_length` tokens; None if no token of it can be a label.
 
     `visual` brings weights and scores of the answer tokens; without it every weight is 1.
     """
     room = row_length - len(prompt.ids)
-    if min(room, len(answer)) < 2:
+    if room <= 0:
         return None
     whole = extend(prompt, answer[:room])
     weight = np.ones(len(whole.ids), np.float32)
@@ -113,7 +118,7 @@ def make_row(
     if visual is not None:
         weight[len(prompt.ids) :] = visual.weight[:room]
         score[len(prompt.ids) :] = visual.score[:room]
-    return Row(
+    row = Row(
         ids=whole.ids,
         media_idx=whole.media_idx,
         positions=whole.positions,
@@ -122,6 +127,7 @@ def make_row(
         weight=weight,
         score=score,
     )
+    return row if row.supervised else None
 
 
 def collate(rows: Sequence[Row], width: int) -> Batch:

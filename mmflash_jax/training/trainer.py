@@ -121,7 +121,10 @@ def prepare(
         for prompt, features, answer, weights in zip(prompts, media, answers, visual, strict=True)
     ]
     rows = [row for row in made if row is not None]
-    log.info("%d of %d rows fit row_length %d", len(rows), len(made), config.row_length)
+    log.info(
+        "%d of %d rows have labels within row_length %d, %d in all",
+        len(rows), len(made), config.row_length, sum(row.supervised for row in rows),
+    )  # fmt: skip
     return rows, held_out
 
 

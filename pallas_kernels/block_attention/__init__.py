@@ -4,6 +4,61 @@ One operation serves drafting (both directions inside the block), verification a
 prefill (causal inside the block) and draft training (many blocks over one context, by `vmap`).
 """
 
-from pallas_kernels.block_attention.reference import block_attention
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.block_attention import gpu, reference
+from pallas_kernels.choose import Kernels, implementation
 
 __all__ = ["block_attention"]
+
+
+def block_attention(
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    k_block: Float[Array, "B T K H"],
+    v_block: Float[Array, "B T K H"],
+    length: Int[Array, " B"],
+    *,
+    first: Int[Array, " B"] | None = None,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    ring: bool = False,
+    kernels: Kernels = "reference",
+) -> Float[Array, "B T N H"]:
+    """Attend from a block at positions `length .. length + T - 1` to context and block.
+
+    Cache slot `s` holds position `s`; in a `ring` it holds the last position below `length` that
+    is `s` modulo the number of slots. Query `t` sees context positions below `length` and the
+    block's own keys (`j <= t` when `causal`); with a `window` of W it sees only keys whose distance
+    is below W, itself included, as transformers counts a sliding window. Slots that hold nothing
+    below `length` are never read. Key/value head `k` serves query heads `k*G .. k*G + G - 1`.
+
+    With `first`, context positions below it are never read either: in a packed training row they
+    belong to another document.
+
+    A ring needs a `window`, and at least `window - 1` slots more than the rows of any block that
+    may be written to it and then rejected: see `layers.cache.write_rows`.
+
+    Softmax runs in fp32; the products of fp32 inputs run at the highest precision. The kernel has
+    no gradient: training takes the reference.
+
+    Raises:
+        ValueError: a ring without a window.
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    if ring and window is None:
+        raise ValueError("a ring cache forgets old positions, so it needs a window")
+    obstacle = None if kernels == "reference" else gpu.obstacle(q, k_cache, ring)
+    chosen = implementation("block_attention", kernels, q.dtype, obstacle)
+    if chosen == "reference":
+        return reference.block_attention(
+            q, k_cache, v_cache, k_block, v_block, length,
+            first=first, scale=scale, causal=causal, window=window, ring=ring,
+        )  # fmt: skip
+    return gpu.block_attention(
+        q, k_cache, v_cache, k_block, v_block, length,
+        first=first, scale=scale, causal=causal, window=window, ring=ring,
+        interpret=chosen == "interpret",
+    )  # fmt: skip

@@ -23,22 +23,7 @@ def block_attention(
     window: int | None = None,
     ring: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Attend from a block at positions `length .. length + T - 1` to context and block.
-
-    Cache slot `s` holds position `s`; in a `ring` it holds the last position below `length` that
-    is `s` modulo the number of slots. Query `t` sees context positions below `length` and the
-    block's own keys (`j <= t` when `causal`); with a `window` of W it sees only keys whose distance
-    is below W, itself included, as transformers counts a sliding window. Slots that hold nothing
-    below `length` are never read. Key/value head `k` serves query heads `k*G .. k*G + G - 1`.
-
-    With `first`, context positions below it are never read either: in a packed training row they
-    belong to another document.
-
-    A ring needs a `window`, and at least `window - 1` slots more than the rows of any block that
-    may be written to it and then rejected: see `layers.cache.write_rows`.
-
-    Softmax runs in fp32; the products of fp32 inputs run at the highest precision.
-    """
+    """`pallas_kernels.block_attention` in plain `jax.numpy`: scores of every slot, masked."""
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -61,8 +46,6 @@ def block_attention(
             preferred_element_type=jnp.float32,
         )
 
-    if ring and window is None:
-        raise ValueError("a ring cache forgets old positions, so it needs a window")
     rows, slots = jnp.arange(T), jnp.broadcast_to(jnp.arange(S), (B, S))
     if ring:
         last = length[:, None] - 1

@@ -1,19 +1,75 @@
-"""The gated delta rule in the three forms that serving needs, and the commit of a block.
+"""The gated delta rule in the forms that serving needs, and the commit of a block.
 
 Yang et al., "Gated Delta Networks" (arXiv 2412.06464); the layer around it follows
 transformers 5.24 `models/qwen3_5/modeling_qwen3_5.py`.
 """
 
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.choose import Kernels, implementation
+from pallas_kernels.gated_delta import gpu, reference
 from pallas_kernels.gated_delta.reference import (
     commit_gated_delta,
+    convolve,
+    fold_pending,
+    from_ring,
     gated_delta_block,
     gated_delta_chunked,
     gated_delta_sequential,
+    gates,
+    queries_keys_values,
 )
 
 __all__ = [
     "commit_gated_delta",
+    "convolve",
+    "fold_pending",
+    "from_ring",
     "gated_delta_block",
     "gated_delta_chunked",
     "gated_delta_sequential",
+    "gated_delta_step",
+    "gates",
+    "queries_keys_values",
 ]
+
+
+def gated_delta_step(
+    ring: Float[Array, "B slots channels"],
+    kernel: Float[Array, "taps channels"],
+    a: Float[Array, "B T vh"],
+    b: Float[Array, "B T vh"],
+    A_log: Float[Array, " vh"],
+    dt_bias: Float[Array, " vh"],
+    state: Float[Array, "B vh kd vd"],
+    update: Float[Array, "B vh P vd"],
+    G: Float[Array, "B vh P"],
+    length: Int[Array, " B"],
+    pending: Int[Array, " B"],
+    *,
+    key_heads: int,
+    kernels: Kernels = "reference",
+) -> tuple[
+    Float[Array, "B T vh vd"],
+    Float[Array, "B vh kd vd"],
+    Float[Array, "B vh T vd"],
+    Float[Array, "B vh T"],
+]:
+    """Fold in what was accepted of the last block, then run the next block of `T` tokens.
+
+    `ring` holds the convolution's inputs, those of the new tokens (positions `length ..`)
+    included. `state` is the state before the last block of `P` tokens, `update` and `G` are that
+    block's records; its first `pending` tokens, at positions `length - pending ..`, count. Results:
+    outputs in the dtype of `ring`, the state before the new block, and the new block's records.
+
+    The ring needs `taps - 1 + P + T` slots. The state is read once and written once.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    arguments = (ring, kernel, a, b, A_log, dt_bias, state, update, G, length, pending)
+    obstacle = None if kernels == "reference" else gpu.obstacle(a, state, update)
+    chosen = implementation("gated_delta_step", kernels, ring.dtype, obstacle)
+    if chosen == "reference":
+        return reference.gated_delta_step(*arguments, key_heads=key_heads)
+    return gpu.gated_delta_step(*arguments, key_heads=key_heads, interpret=chosen == "interpret")

@@ -7,6 +7,9 @@ Per value head the state `S` (key width x value width) follows, token by token,
 Axes: `kh` key heads, `vh` value heads (a multiple; consecutive value heads share a key head),
 `kd` key width, `vd` value width. `g <= 0` is the log decay of a token, `G` its running sum inside
 a block. Keys and queries arrive L2-normalised, queries also scaled.
+
+In a layer they come out of a short causal convolution over `channels` (queries, keys and values
+side by side). Its inputs stay in a ring: slot `p % slots` holds those of position `p`.
 """
 
 import functools
@@ -44,6 +47,103 @@ def _unit_lower_inverse(A: Float[Array, "*batch T T"]) -> Float[Array, "*batch T
         inverse -= _einsum("...ij,...jk,...kl->...il", inverse, jnp.where(below, A, 0.0), inverse)
         width *= 2
     return inverse
+
+
+def convolve(
+    rows: Float[Array, "B R channels"], kernel: Float[Array, "taps channels"]
+) -> Float[Array, "B T channels"]:
+    """SiLU of the causal depthwise convolution, `R - taps + 1` rows, in the dtype of `rows`."""
+    taps = kernel.shape[0]
+    T = rows.shape[1] - taps + 1
+    wide, kernel = rows.astype(jnp.float32), kernel.astype(jnp.float32)
+    mixed = jnp.zeros((), jnp.float32)
+    for tap in range(taps):
+        mixed = mixed + wide[:, tap : tap + T] * kernel[tap]
+    return jax.nn.silu(mixed).astype(rows.dtype)
+
+
+def unit_heads(
+    mixed: Float[Array, "B T width"], heads: int, scale: float = 1.0
+) -> Float[Array, "B T heads per_head"]:
+    """Heads of queries or keys, each L2-normalised and scaled, fp32."""
+    x = mixed.astype(jnp.float32).reshape(*mixed.shape[:2], heads, -1)
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6) * scale
+
+
+def queries_keys_values(
+    mixed: Float[Array, "B T channels"], key_heads: int, state: Float[Array, "B vh kd vd"]
+) -> tuple[Float[Array, "B T kh kd"], Float[Array, "B T kh kd"], Float[Array, "B T vh vd"]]:
+    """What the delta rule takes, from the output of `convolve`; `state` names the sizes."""
+    value_heads, key_dim, value_dim = state.shape[1:]
+    keys = key_heads * key_dim
+    q = unit_heads(mixed[..., :keys], key_heads, key_dim**-0.5)
+    k = unit_heads(mixed[..., keys : 2 * keys], key_heads)
+    v = mixed[..., 2 * keys :].astype(jnp.float32)
+    return q, k, v.reshape(*mixed.shape[:2], value_heads, value_dim)
+
+
+def gates(
+    a: Float[Array, "B T vh"],
+    b: Float[Array, "B T vh"],
+    A_log: Float[Array, " vh"],
+    dt_bias: Float[Array, " vh"],
+) -> tuple[Float[Array, "B T vh"], Float[Array, "B T vh"]]:
+    """Log decay `g` and write strength `beta` from a layer's two projections, fp32."""
+    dt = jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
+    return -jnp.exp(A_log) * dt, jax.nn.sigmoid(b.astype(jnp.float32))
+
+
+def from_ring(
+    ring: Float[Array, "B slots channels"], start: Int[Array, " B"], count: int
+) -> Float[Array, "B count channels"]:
+    """Rows at positions `start ..` of a ring; those before position 0 are zero."""
+    position = start[:, None] + jnp.arange(count)
+    rows = jnp.take_along_axis(ring, (position % ring.shape[1])[..., None], axis=1)
+    return jnp.where((position >= 0)[..., None], rows, 0)
+
+
+def fold_pending(
+    ring: Float[Array, "B slots channels"],
+    kernel: Float[Array, "taps channels"],
+    state: Float[Array, "B vh kd vd"],
+    update: Float[Array, "B vh T vd"],
+    G: Float[Array, "B vh T"],
+    length: Int[Array, " B"],
+    pending: Int[Array, " B"],
+    *,
+    key_heads: int,
+) -> Float[Array, "B vh kd vd"]:
+    """`commit_gated_delta` of the last `pending` tokens before `length`, keys from the ring."""
+    taps, key_dim = kernel.shape[0], state.shape[2]
+    keys = slice(key_heads * key_dim, 2 * key_heads * key_dim)
+    start = length - pending - (taps - 1)
+    rows = from_ring(ring[..., keys], start, taps - 1 + update.shape[2])
+    k = unit_heads(convolve(rows, kernel[:, keys]), key_heads)
+    return commit_gated_delta(state, k, update, G, pending)
+
+
+def gated_delta_step(
+    ring: Float[Array, "B slots channels"],
+    kernel: Float[Array, "taps channels"],
+    a: Float[Array, "B T vh"],
+    b: Float[Array, "B T vh"],
+    A_log: Float[Array, " vh"],
+    dt_bias: Float[Array, " vh"],
+    state: Float[Array, "B vh kd vd"],
+    update: Float[Array, "B vh P vd"],
+    G: Float[Array, "B vh P"],
+    length: Int[Array, " B"],
+    pending: Int[Array, " B"],
+    *,
+    key_heads: int,
+) -> tuple[Array, Array, Array, Array]:
+    """`pallas_kernels.gated_delta_step` in plain `jax.numpy`."""
+    taps = kernel.shape[0]
+    state = fold_pending(ring, kernel, state, update, G, length, pending, key_heads=key_heads)
+    rows = from_ring(ring, length - (taps - 1), taps - 1 + a.shape[1])
+    q, k, v = queries_keys_values(convolve(rows, kernel), key_heads, state)
+    out, update, G = gated_delta_block(q, k, v, *gates(a, b, A_log, dt_bias), state)
+    return out.astype(ring.dtype), state, update, G
 
 
 def gated_delta_block(

@@ -42,7 +42,7 @@ def walk(
     while np.any(states[-1].running):
         states.append(one_step(plan, params, states[-1]))
         check(plan, prompts, states[-1])
-        check_step(plan, states[-2], states[-1])
+        check_step(plan, params, states[-2], states[-1])
     return states
 
 
@@ -81,7 +81,7 @@ def check(plan: Plan, prompts: Prompts, state: DecodeState) -> None:
             np.testing.assert_array_equal(state.draft.writes[row], wanted)
 
 
-def check_step(plan: Plan, before: DecodeState, after: DecodeState) -> None:
+def check_step(plan: Plan, params: Any, before: DecodeState, after: DecodeState) -> None:
     """Running rows advance by 1 .. block tokens, the others stay as they are."""
     running = np.asarray(before.running)
     gained = np.asarray(after.num_tokens) - np.asarray(before.num_tokens)
@@ -91,14 +91,14 @@ def check_step(plan: Plan, before: DecodeState, after: DecodeState) -> None:
         old, new = np.asarray(getattr(before, name)), np.asarray(getattr(after, name))
         np.testing.assert_array_equal(new[~running], old[~running], err_msg=name)
     if not running.all():
-        old, new = meaning(plan, before), meaning(plan, after)
+        old, new = meaning(plan, params, before), meaning(plan, params, after)
         for row in np.flatnonzero(~running):
             assert_same_meaning(new[row], old[row], f"cache of ended row {row}")
 
 
-def meaning(plan: Plan, state: DecodeState) -> list[list[np.ndarray]]:
+def meaning(plan: Plan, params: Any, state: DecodeState) -> list[list[np.ndarray]]:
     """Per row, what the target's cache means."""
-    return logical(plan.target, state.cache, np.asarray(state.length))
+    return logical(plan.target, params["target"], state.cache, np.asarray(state.length))
 
 
 @functools.partial(jax.jit, static_argnames="plan")

@@ -65,7 +65,7 @@ def test_fused_loop_is_the_steps_one_by_one(bench):
     for got in (whole, paused):
         for name in ("tokens", "num_tokens", "reason", "steps", "committed", "anchor", "length"):
             np.testing.assert_array_equal(getattr(got, name), getattr(wanted, name), err_msg=name)
-    for one, two in zip(meaning(plan, whole), meaning(plan, wanted), strict=True):
+    for one, two in zip(meaning(plan, params, whole), meaning(plan, params, wanted), strict=True):
         assert_same_meaning(one, two, "cache")
 
 
@@ -93,12 +93,12 @@ def test_state_after_rejections_is_that_of_plain_decoding(bench):
     rows = range(8)
     plain_plan, plain_params = bench.undrafted()
     plain = generate(plain_plan, plain_params, bench.prompts)
-    wanted = meaning(plain_plan, plain)
+    wanted = meaning(plain_plan, plain_params, plain)
     for seed in (0, 1):
         plan, params = bench.scripted(drafters.ragged(bench.sequences(*rows), seed))
         state = generate(plan, params, bench.prompts)
         np.testing.assert_array_equal(state.tokens, plain.tokens)
-        for row, got in enumerate(meaning(plan, state)):
+        for row, got in enumerate(meaning(plan, params, state)):
             assert_same_meaning(got, wanted[row], f"row {row}")
 
 

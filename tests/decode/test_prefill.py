@@ -25,7 +25,7 @@ def test_chunk_edges_change_nothing(bench, chunk):
     prompts = bench.some(*rows)
     whole = prefill(plan, params, prompts, capacity=CAPACITY, chunk=64)
     pieces = prefill(plan, params, prompts, capacity=CAPACITY, chunk=chunk)
-    for one, two in zip(meaning(plan, pieces), meaning(plan, whole), strict=True):
+    for one, two in zip(meaning(plan, params, pieces), meaning(plan, params, whole), strict=True):
         assert_same_meaning(one, two, "cache")
     # C06 and C07: the draft's context is the whole prompt, also in chunks wider than its window.
     np.testing.assert_array_equal(proposals(plan, params, pieces), proposals(plan, params, whole))
@@ -79,7 +79,7 @@ def test_padding_rows_carry_nothing(bench):
         assert answers(state) == [[], *(bench.plain[row] for row in rows)]
         assert state.reason[0] == ABSENT
         assert state.steps[0] == state.length[0] == state.committed[0].sum() == 0
-        for row in meaning(plan, state)[1:]:
+        for row in meaning(plan, params, state)[1:]:
             assert all(np.isfinite(part).all() for part in row)
 
 

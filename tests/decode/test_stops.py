@@ -106,7 +106,9 @@ def test_next_turn_equals_a_cold_run_of_the_same_prefix(bench):
     cold = prefill(plan, params, longer, capacity=CAPACITY, chunk=32)
     np.testing.assert_array_equal(cold.anchor, warm.anchor)
     np.testing.assert_array_equal(cold.length, warm.length)
-    for row, (one, two) in enumerate(zip(meaning(plan, warm), meaning(plan, cold), strict=True)):
+    for row, (one, two) in enumerate(
+        zip(meaning(plan, params, warm), meaning(plan, params, cold), strict=True)
+    ):
         assert_same_meaning(one, two, f"row {row}")
     assert answers(decode(plan, params, cold, 10**6)) == [bench.plain[row][6:] for row in ROWS]
 

@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_refused_with_what_would(plan):
     slots, prefills = cache_bytes(plan, SHAPE)
     assert check_memory(plan, SHAPE, slots + prefills) == slots + prefills
     assert check_memory(plan, SHAPE, None) == slots + prefills
-    with pytest.raises(DoesNotFitError, match="3 rows .* of 64 tokens .*: 2 rows of this length"):
+    with pytest.raises(DoesNotFitError, match=r"3 rows .* of 64 tokens .*: 2 rows of this length"):
         check_memory(plan, SHAPE, slots + prefills - 1)
     with pytest.raises(DoesNotFitError, match=": 0 rows of this length would fit"):
         check_memory(plan, SHAPE, 1)

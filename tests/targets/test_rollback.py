@@ -41,14 +41,16 @@ def test_every_number_of_kept_tokens(loaded):
     cache, length = start(loaded, [19] * 17, 0, 16)
     zero = np.zeros(17, np.int32)
     logits, _, cache = block_pass(loaded.target, loaded.params, ids, cache, length, zero)
-    got = logical(loaded.target, commit(loaded.target, cache, keep), length + keep)
+    got = logical(loaded.target, loaded.params, commit(loaded.target, cache, keep), length + keep)
 
     plain, at = start(loaded, [19], 0, 1)
-    assert_same_meaning(got[0], logical(loaded.target, plain, at)[0], "0 kept")
+    assert_same_meaning(got[0], logical(loaded.target, loaded.params, plain, at)[0], "0 kept")
     for count in range(1, 17):
         wanted, plain = step_plainly(loaded, plain, at, kept[count - 1 : count], np.ones(1, int))
         at = at + 1
-        assert_same_meaning(got[count], logical(loaded.target, plain, at)[0], f"{count} kept")
+        assert_same_meaning(
+            got[count], logical(loaded.target, loaded.params, plain, at)[0], f"{count} kept"
+        )
         assert_close(logits[count, count - 1], wanted[0], STATE, f"logits of token {count}")
 
 
@@ -77,7 +79,9 @@ def test_random_sequences_of_counts(standard, seed):
                 assert np.argmax(logits[row, place]) == np.argmax(wanted[row])
     np.testing.assert_array_equal(length, at)
     pairs = zip(
-        logical(standard.target, cache, length), logical(standard.target, plain, at), strict=True
+        logical(standard.target, standard.params, cache, length),
+        logical(standard.target, standard.params, plain, at),
+        strict=True,
     )
     for row, (got, wanted) in enumerate(pairs):
         assert_same_meaning(got, wanted, f"row {row}")
@@ -94,7 +98,7 @@ def test_a_frozen_row_may_wait_any_number_of_passes(standard):
         _, _, cache = block_pass(standard.target, standard.params, ids, cache, length, zero)
         cache = commit(standard.target, cache, np.array(keep))
         length = length + keep
-        frozen = logical(standard.target, cache, length)[0]
+        frozen = logical(standard.target, standard.params, cache, length)[0]
         first = first or frozen
         assert_same_meaning(frozen, first, "frozen row")
 
@@ -116,4 +120,6 @@ def test_prefill_may_follow_drafted_blocks(standard):
     )  # fmt: skip
     wanted = prefill(target, params, [whole], [40], capacity=160, capture=()).cache
     forty = np.array([40])
-    assert_same_meaning(logical(target, after, forty)[0], logical(target, wanted, forty)[0], "40")
+    assert_same_meaning(
+        logical(target, params, after, forty)[0], logical(target, params, wanted, forty)[0], "40"
+    )

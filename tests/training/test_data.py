@@ -11,9 +11,13 @@ import pytest
 
 from mmflash_jax.config import ChartData, FileData, SamplingSettings
 from mmflash_jax.decode.records import Prompt
+from mmflash_jax.engine.prompts import PromptEncoder, Request
+from mmflash_jax.load import load_target
+from mmflash_jax.registry import pair
 from mmflash_jax.training.data import collate, make_row, prompt_requests
 from mmflash_jax.training.prompts import places_of
 from mmflash_jax.training.provenance import files_hash
+from mmflash_jax.training.token_weights import TokenWeights
 from mmflash_jax.weights.hf_config import ConfigError
 
 
@@ -52,6 +56,26 @@ def test_long_rows_are_cut_and_rows_without_a_block_dropped(row_length, answer, 
     """A block needs an anchor and one label: two answer tokens."""
     row = make_row(prompt(5), media(0), list(range(answer)), row_length)
     assert (None if row is None else len(row.ids)) == kept
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-gemma4"])
+def test_labels_are_the_answer_whatever_the_template_is(name):
+    """D11: no chat template need say which tokens are the assistant's."""
+    folder, _ = pair(name, "none")
+    target, _ = load_target(folder, "float32")
+    encoder = PromptEncoder.from_checkpoint(folder, target)
+    request = Request(id="a", text="What does this chart show?", images=(), max_tokens=9)
+    asked = encoder.encode(request)
+    answer = [20, 21, 22, 23]
+    row = make_row(asked, media(0), answer, 256)
+    assert row is not None
+    assert row.supervised == 3
+    assert row.ids[row.prompt_len :].tolist() == answer
+
+
+def test_a_row_whose_labels_all_weigh_nothing_is_dropped():
+    silent = TokenWeights(np.zeros(3, np.float32), np.zeros(3, np.float32))
+    assert make_row(prompt(5), media(0), [7, 8, 9], 16, silent) is None
 
 
 def test_a_batch_is_padded_and_media_rows_are_stacked():

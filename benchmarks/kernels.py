@@ -1,0 +1,242 @@
+"""Kernels on a card: equal to the reference, and how long each takes beside it.
+
+    python -m benchmarks.kernels parity
+    python -m benchmarks.kernels time --batches 1 8 32 --context 1024 --report kernels.json
+
+`parity` compares on fresh random inputs whose unused cache slots are NaN. `time` runs each kernel
+inside one compiled loop over the caches of several layers, as decoding does, so that a cache comes
+from memory and not from the chip. Sizes are those of the published models.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from pallas_kernels import block_attention, gated_delta_step
+from pallas_kernels.block_attention import cases as attention_cases
+from pallas_kernels.block_attention import gpu as attention_gpu
+from pallas_kernels.gated_delta import cases as delta_cases
+from pallas_kernels.gated_delta import gpu as delta_gpu
+
+ALLOWED = {"bfloat16": 1e-2, "float32": 1e-5}
+LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Compare every kernel with its reference."""
+
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Time:
+    """Time every kernel beside its reference, with several tile sizes."""
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    context: int = 1024
+    """Length of every row."""
+    only: str = ""
+    """Part of the names of the cases to run."""
+    tiles: bool = True
+    """Also other tile sizes than the kernel's own choice."""
+    report: Path | None = None
+
+
+def _error(got: Any, wanted: Any) -> float:
+    """Largest difference as a share of the largest magnitude; infinite if one is not finite."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    if not np.isfinite(got).all():
+        return float("inf")
+    return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+
+
+def parity(arguments: Parity) -> bool:
+    """True if every kernel is within its tolerance."""
+    good = True
+    for dtype, allowed in ALLOWED.items():
+        for case in attention_cases.SERVED:
+            run = functools.partial(block_attention, **case.options)
+            got = jax.jit(functools.partial(run, kernels="gpu"))(
+                *case.arguments(dtype, arguments.seed, np.nan)
+            )
+            exact = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+                     for x in case.arguments(dtype, arguments.seed, 0.0))  # fmt: skip
+            good &= _say(case.name, dtype, {"outputs": _error(got, jax.jit(run)(*exact))}, allowed)
+        for case in delta_cases.SERVED:
+            step = functools.partial(gated_delta_step, key_heads=case.key_heads)
+            inputs = case.arguments(dtype, arguments.seed)
+            got = jax.jit(functools.partial(step, kernels="gpu"))(*inputs)
+            wanted = jax.jit(step)(*inputs)
+            names = ("outputs", "state", "updates", "decay")
+            errors = {n: _error(a, b) for n, a, b in zip(names, got, wanted, strict=True)}
+            good &= _say(case.name, dtype, errors, allowed)
+    return good
+
+
+def _say(name: str, dtype: str, errors: dict[str, float], allowed: float) -> bool:
+    good = max(errors.values()) <= allowed
+    rounded = {key: f"{value:.1e}" for key, value in errors.items()}
+    print(json.dumps({"parity": name, "dtype": dtype, **rounded, "good": good}), flush=True)
+    return good
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A compiled loop, what it takes, its description and the fewest bytes a step must move."""
+
+    compiled: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    described: dict[str, Any]
+    bytes_moved: int
+
+
+def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any]:
+    own = attention_gpu._tile(q, cache, case.window)  # noqa: SLF001
+    changes: list[dict[str, int]] = [{}]
+    halves = (own.splits // 2, own.splits * 2)
+    changes += [{"splits": splits} for splits in halves if 1 <= splits <= 64]
+    changes += [{"warps": warps} for warps in (own.warps // 2, own.warps * 2)]
+    changes += [{"stages": own.stages + 1}, {"keys": own.keys // 2, "stages": own.stages + 1}]
+    return [dataclasses.replace(own, **change) for change in changes]
+
+
+def _attention(case: attention_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    """Reference and kernel over the caches of `LAYERS` layers."""
+    lengths = (arguments.context,) * batch
+    slots = case.S if case.ring else arguments.context + 528
+    case = dataclasses.replace(case, lengths=lengths, S=slots)
+    layers = [case.arguments("bfloat16", seed, 0.0) for seed in range(LAYERS)]
+    q = layers[0][0]
+    context = arguments.context if case.window is None else min(arguments.context, case.window)
+    moved = 2 * 2 * batch * case.K * case.H * (context + case.T) + 2 * 2 * q.size
+    trials = []
+    runs = {"reference": functools.partial(block_attention, **case.options)}
+    for tile in _attention_tiles(case, q, layers[0][1]) if arguments.tiles else [None]:
+        name = "own choice" if tile is None else str(dataclasses.astuple(tile))
+        runs[name] = functools.partial(attention_gpu.block_attention, **case.options, tile=tile)
+    for name, run in runs.items():
+
+        def loop(steps: Any, q: Any, layers: Any, run: Any = run) -> Any:
+            def body(_: Any, q: Any) -> Any:
+                for _, *rest in layers:
+                    q = run(q, *rest)
+                return q
+
+            return jax.lax.fori_loop(0, steps, body, q)
+
+        described = {"case": case.name, "batch": batch, "tile": name}
+        trials.append(Trial(jax.jit(loop), (q, layers), described, moved))
+    return trials
+
+
+def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    kept = min(6, case.T)
+    lengths, pending = (arguments.context,) * batch, (kept,) * batch
+    case = dataclasses.replace(case, lengths=lengths, pending=pending)
+    layers = [case.arguments("bfloat16", seed) for seed in range(LAYERS)]
+    state = layers[0][6]
+    moved = 2 * state.nbytes + 2 * 4 * batch * case.T * case.value_heads * case.vd
+    trials = []
+    runs = {"reference": functools.partial(gated_delta_step, key_heads=case.key_heads)}
+    sizes = [(64, 4), (64, 8), (128, 8), (32, 4), (32, 2)] if arguments.tiles else [(64, 4)]
+    for columns, warps in sizes:
+        runs[f"({columns}, {warps})"] = functools.partial(
+            delta_gpu.gated_delta_step, key_heads=case.key_heads, columns=columns, warps=warps
+        )
+    for name, run in runs.items():
+
+        def loop(steps: Any, states: Any, layers: Any, run: Any = run) -> Any:
+            def body(_: Any, carry: Any) -> Any:
+                states, a = carry
+                new = []
+                for (ring, kernel, _, b, A_log, dt_bias, _, _, _, *lengths), state in zip(
+                    layers, states, strict=True
+                ):
+                    out, *after = run(ring, kernel, a, b, A_log, dt_bias, *state, *lengths)
+                    # The next layer waits for this one, as in a model.
+                    a = (a + 1e-3 * out[..., 0]).astype(a.dtype)
+                    new.append(tuple(after))
+                return new, a
+
+            return jax.lax.fori_loop(0, steps, body, (states, layers[0][2]))
+
+        states = [layer[6:9] for layer in layers]
+        described = {"case": case.name, "batch": batch, "tile": name}
+        trials.append(Trial(jax.jit(loop), (states, layers), described, moved))
+    return trials
+
+
+def _compile(trial: Trial) -> Callable[..., Any] | str:
+    try:
+        return trial.compiled.lower(np.int32(1), *trial.arguments).compile()  # type: ignore[attr-defined]
+    except Exception as error:
+        return str(error).splitlines()[0][:200]
+
+
+def _microseconds(compiled: Callable[..., Any], trial: Trial) -> float:
+    """Of one operation: the difference between a long and a short loop, median of five."""
+
+    def seconds(steps: int) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(np.int32(steps), *trial.arguments))
+        return time.perf_counter() - began
+
+    few, many = 4, 4 + max(8, 400 // LAYERS)
+    seconds(few)
+    gained = [seconds(many) - seconds(few) for _ in range(5)]
+    return 1e6 * float(np.median(gained)) / (many - few) / LAYERS
+
+
+def measure(arguments: Time) -> list[dict[str, Any]]:
+    records = []
+    makers: list[tuple[Sequence[Any], Any]] = [
+        (attention_cases.SERVED, _attention), (delta_cases.SERVED, _delta),
+    ]  # fmt: skip
+    for batch in arguments.batches:
+        for cases, make in makers:
+            for case in cases:
+                wanted = arguments.only in case.name
+                if not wanted or "prefill" in case.name or "like_keys" in case.name:
+                    continue
+                trials = make(case, arguments, batch)
+                with ThreadPoolExecutor(8) as pool:
+                    compiled = list(pool.map(_compile, trials))
+                for trial, program in zip(trials, compiled, strict=True):
+                    record = dict(trial.described)
+                    if isinstance(program, str):
+                        record["failed"] = program
+                    else:
+                        taken = _microseconds(program, trial)
+                        record["us"] = round(taken, 2)
+                        record["TB_s"] = round(trial.bytes_moved / taken / 1e6, 2)
+                    records.append(record)
+                    print(json.dumps(record), flush=True)
+                    if arguments.report:
+                        arguments.report.write_text(json.dumps(records, indent=1) + "\n")
+    return records
+
+
+def main() -> int:
+    commands: Any = Parity | Time
+    arguments = tyro.cli(commands, description=__doc__)
+    if isinstance(arguments, Parity):
+        return 0 if parity(arguments) else 1
+    measure(arguments)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
