@@ -10,7 +10,12 @@ import pytest
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.load import load_target
-from mmflash_jax.training.divergence import chunked_divergence, score_answers, token_divergence
+from mmflash_jax.training.divergence import (
+    chunked_divergence,
+    kl_divergence,
+    score_answers,
+    token_divergence,
+)
 from tests.drafts import two_layer_target
 from tests.targets.prompts import TEXT_IDS, make_prompt
 from tests.tiny_gemma4 import tiny_gemma4
@@ -50,6 +55,28 @@ def test_chunks_equal_a_float64_divergence(chunk):
     assert wanted.min() < 0.01
     np.testing.assert_allclose(score, wanted, atol=1e-5)
     np.testing.assert_allclose(confidence, sure, atol=1e-6)
+
+
+def test_fewer_outcomes_give_no_larger_divergence():
+    """The likeliest k tokens and one bucket for the rest bound the score from below (data
+    processing), the tighter the more tokens are kept. It is why scores are made of all of them."""
+    random = np.random.default_rng(0)
+    p, q = (
+        np.exp(np.asarray(jax.nn.log_softmax(x)))
+        for x in random.standard_normal((2, 31, 400), np.float32) * 3
+    )
+    order = np.argsort(-p, axis=-1)
+    bounds = []
+    for k in (1, 8, 128, 400):
+        kept = order[:, :k]
+        parts = [np.take_along_axis(x, kept, axis=-1) for x in (p, q)]
+        if k < 400:
+            rest = [np.take_along_axis(x, order[:, k:], axis=-1).sum(-1) for x in (p, q)]
+            parts = [np.append(x, r[:, None], axis=-1) for x, r in zip(parts, rest, strict=True)]
+        bounds.append(np.asarray(kl_divergence(*map(jnp.log, parts))))
+    assert (np.diff(bounds, axis=0) > -1e-5).all()
+    assert (bounds[0] > -1e-5).all()
+    assert (bounds[2] < bounds[3]).any()
 
 
 def test_extreme_logits_stay_finite_and_inside():
