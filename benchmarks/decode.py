@@ -254,7 +254,7 @@ def _plan(target: Any, drafter: Any, kernels: Kernels, settings: Settings) -> Pl
         return Plan(target, NoDraft(), ())
     counts = tuple(int(count) for count in quantiles(settings.tau, drafter.block))
     rule = _Rule(counts)
-    return Plan(target, dataclasses.replace(drafter, kernels=kernels), (), rule)
+    return Plan(target, dataclasses.replace(drafter, kernels=kernels), (), rule=rule)
 
 
 @dataclass(frozen=True)

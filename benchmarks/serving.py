@@ -193,7 +193,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         settings.folder / "draft", target, default_dtype(), kernels=settings.kernels
     )
     rule = SyntheticRule(tuple(int(n) for n in bare.quantiles(settings.tau, drafter.block)))
-    plan = Plan(target, drafter, (), rule)
+    plan = Plan(target, drafter, (), rule=rule)
     params = {"target": target_params, "drafter": draft_params}
     front: Any = RandomPrompts(target, settings.prompt)
     records = []

@@ -249,7 +249,7 @@ def first_token(
     """
     batch = length.shape[0]
     zero = jnp.zeros((batch,), jnp.int32)
-    logits = plan.target.logits(params["target"], last)[:, None]
+    logits = plan.tokens_only(plan.target.logits(params["target"], last))[:, None]
     place = zero[:, None]
     first = choose(logits, sampling, place, adjustments)
     logprobs = None if wanted is None else no_logprobs(wanted, room, logits.shape[-1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
@@ -69,13 +70,22 @@ class Plan:
     """The static side of decoding: what is compiled, never traced.
 
     stop_ids: token ids that end a row; the stop token itself is returned.
+    vocabulary: ids from 0 that the tokenizer has. Rows of the head behind them are padding, whose
+        logits mean nothing: neither target nor draft ever chooses one. None: every row is a token.
     rule: replaces `decode.accept.accept`, with its arguments; for measurements only.
     """
 
     target: Target
     drafter: Drafter
     stop_ids: tuple[int, ...]
+    vocabulary: int | None = None
     rule: Callable[..., "Acceptance"] | None = None
+
+    def tokens_only(self, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
+        """Logits that exclude padding rows of the head."""
+        if self.vocabulary is None or self.vocabulary >= logits.shape[-1]:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[-1]) < self.vocabulary, logits, -jnp.inf)
 
 
 @jax.tree_util.register_dataclass

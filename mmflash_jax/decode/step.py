@@ -28,17 +28,17 @@ def borrow_heads(plan: Plan, params: Params) -> Heads:
     )
 
 
-def _pick(state: DecodeState, logits: Array) -> Array:
+def _pick(plan: Plan, state: DecodeState, logits: Array) -> Array:
     """A draft's ids for the next places of each answer, by the rule that the target's follow."""
     place = state.num_tokens[:, None] + jnp.arange(logits.shape[1])
-    return choose(logits, state.sampling, place, state.adjustments)
+    return choose(plan.tokens_only(logits), state.sampling, place, state.adjustments)
 
 
 def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
     """Advance every running row by 1 .. block tokens."""
     with jax.named_scope("propose"):
         heads = borrow_heads(plan, params)
-        heads = dataclasses.replace(heads, pick=functools.partial(_pick, state))
+        heads = dataclasses.replace(heads, pick=functools.partial(_pick, plan, state))
         proposal = plan.drafter.propose(
             params["drafter"], state.draft, state.anchor, state.length, heads
         )
@@ -68,9 +68,8 @@ def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -
         jnp.where(state.running, ids.shape[1], 0),
         capture=plan.drafter.capture,
     )
-    return Verification(
-        logits=target.logits(params["target"], out.hidden), features=out.features, cache=out.cache
-    )
+    logits = plan.tokens_only(target.logits(params["target"], out.hidden))
+    return Verification(logits=logits, features=out.features, cache=out.cache)
 
 
 def commit(

@@ -127,6 +127,12 @@ class PromptEncoder:
         """The id that ends a turn."""
         return self.tokenizer.eos_token_id
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids from 0 that hold every token of the tokenizer, added ones included."""
+        largest = max(self.tokenizer.get_vocab().values())
+        return min(largest + 1, self.target.config.vocab_size)
+
     def token_id(self, token: str) -> int:
         """The id of one token, written as the tokenizer's table has it.
 

@@ -64,7 +64,7 @@ def load(config: ServeConfig) -> Session:
     encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)
-    plan = Plan(target, drafter, stop_ids(folder, encoder.eos_id))
+    plan = Plan(target, drafter, stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     return Session(plan, {"target": target_params, "drafter": draft_params}, encoder)
 
 

@@ -87,11 +87,11 @@ def _gap(
     """Distance of the lowest of `ids` to the best id after the prompt and `known` tokens."""
     target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
-    plain = Plan(target, NoDraft(), plan.stop_ids)
+    plain = dataclasses.replace(plan, target=target, drafter=NoDraft())
     longer = extend(prompt, known)
     everything = {"target": wide, "drafter": {}}
     state = run_prompts(plain, everything, [longer], capacity=bucket(len(longer.ids), 64))
-    logits = target.logits(wide, state.last)[:, None]
+    logits = plan.tokens_only(target.logits(wide, state.last))[:, None]
     place = jnp.full((1, 1), len(known), jnp.int32)
     # A sampled token is the largest of logits and noise; ids that a filter left out are -inf.
     compared = np.asarray(scores(logits, gather([prompt.sampling]), place))[0, 0]

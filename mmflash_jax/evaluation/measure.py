@@ -1,5 +1,6 @@
 """One measurement of a draft: decoded with it and without it, compared id by id."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def measure(
     if plain is False:
         return Measured(drafted, None, None)
     if plain is True:
-        alone = Plan(plan.target, NoDraft(), plan.stop_ids)
+        alone = dataclasses.replace(plan, drafter=NoDraft())
         plain = decode_all(alone, params, prompts, batch, f"{title} plainly")
     parity = compare(plan, params, prompts, drafted.completions, plain.completions)
     return Measured(drafted, plain, parity)

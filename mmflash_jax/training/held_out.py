@@ -1,5 +1,6 @@
 """Held-out prompts: what the target says to them, and how well a draft foresees it."""
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ class Evaluation:
 
     def run(self, drafter: DFlash, params: Params, path: Path) -> dict[str, Any]:
         """Figures of a draft, also written to `path`."""
-        plan = Plan(self._plain.target, drafter, self._plain.stop_ids)
+        plan = dataclasses.replace(self._plain, drafter=drafter)
         everything = {"target": self._target_params, "drafter": params}
         figures = evaluate(plan, everything, self.held_out, self._config.generate.batch)
         path.parent.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """A training run from prompts to an evaluated draft: prepare, fit, export, evaluate."""
 
+import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     drafter = DFlash(draft_config(config.draft, target, encoder), dtype)
     drafter.check_fit(target.config)
     warn_of_ordinary_mask(drafter, encoder.tokenizer)
-    plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id))
+    plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     rows, held_out = prepare(plain, target_params, encoder, config)
 
     evaluation = Evaluation(plain, target_params, held_out, encoder, config)
@@ -72,7 +73,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
             local = jax.device_put(as_shipped(jax.device_get(whole), dtype), jax.devices()[0])
             evaluation.run(drafter, local, config.output / "evaluations" / f"{step}.json")
 
-    plan = Plan(target, drafter, plain.stop_ids)
+    plan = dataclasses.replace(plain, drafter=drafter)
     params = fit(plan, target_params, rows, config, checkpoints, on_the_way)
     checkpoints.close()
     write_draft(config.output / "draft", drafter, params)

@@ -77,7 +77,7 @@ def visual_scores(
     """
     settings = config.visual
     assert settings is not None
-    header = _header(plan, vocabulary_of(plan, encoder), config)
+    header = _header(plan, encoder.vocabulary, config)
     journal = Journal(visual_path(config), header, "score anew")
     lines = journal.read()
     _check(journal, lines, prompts, answers)
@@ -144,7 +144,7 @@ def _score(
         plan, target_params, real,
         [_ablated(requests[i], p, encoder, settings) for i, p in zip(members, real, strict=True)],
         [answers[index] for index in members],
-        rows=settings.batch, vocabulary=vocabulary_of(plan, encoder), cap=settings.cap,
+        rows=settings.batch, vocabulary=encoder.vocabulary, cap=settings.cap,
     )  # fmt: skip
     return dict(zip(members, scores, strict=True))
 
@@ -186,12 +186,6 @@ def _ablated(
     if settings.ablation != "textonly" and not np.array_equal(made.ids, prompt.ids):
         raise ValueError(f"request {request.id!r}: its prompt is not the one that was answered")
     return made
-
-
-def vocabulary_of(plan: Plan, encoder: PromptEncoder) -> int:
-    """Ids from 0 that hold every token of the tokenizer, added ones included."""
-    largest = max(encoder.tokenizer.get_vocab().values())
-    return min(largest + 1, plan.target.config.vocab_size)
 
 
 def _header(plan: Plan, vocabulary: int, config: TrainConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mmflash_jax.decode.sampling import (
     gather,
     log_probabilities,
 )
+from mmflash_jax.decode.step import _pick
 from tests.decode import drafters
 from tests.decode.running import answers, generate, walk
 from tests.targets.passes import prefill
@@ -203,6 +204,22 @@ def test_two_tokens_have_the_joint_distribution_of_the_target(bench, draft):
             p.append(first[one] * second[one][two])
     assert sum(counts) == rows
     assert_drawn_from(np.array(counts), np.array(p))
+
+
+def test_padding_rows_of_the_head_are_never_chosen(bench):
+    """D08: neither by the target nor by the draft, greedy or drawn."""
+    known = 150
+    prompts = with_sampling(bench.some(6, 1, 2, 0))
+    assert all(max(ids) >= known for ids in plain_answers(bench, prompts)), "they would be chosen"
+    plan, params = bench.undrafted()
+    plain = answers(generate(dataclasses.replace(plan, vocabulary=known), params, prompts))
+    assert max(map(max, plain)) < known
+    plan, params = bench.dflash()
+    plan = dataclasses.replace(plan, vocabulary=known)
+    state = walk(plan, params, prompts)[-1]
+    assert answers(state) == plain
+    logits = jnp.where(jnp.arange(288) == known, 9.0, jnp.zeros((4, 1, 288)))
+    assert (np.asarray(_pick(plan, state, logits)) < known).all()
 
 
 @pytest.mark.parametrize(
