@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,62 +27,15 @@ from mmflash_jax.decode.records import (
 from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, insert, release, run
 from mmflash_jax.engine.metrics import Metrics
 from mmflash_jax.engine.pace import Pace
+from mmflash_jax.engine.tickets import BusyError, RefusedError, Ticket, TokenLogprobs, Update
 from mmflash_jax.layers.schema import Params
 
 log = logging.getLogger(__name__)
 
+LAST_TURN_S = 30.0
+"""Seconds that a turn may still take when the engine is told to end."""
 PREFILLS_AT_ONCE = 2
 """Prompts that are prefilled in turns: a short one overtakes a long one that came before it."""
-
-
-class RefusedError(ValueError):
-    """A request that can never be answered here; the message has the numbers."""
-
-
-class BusyError(RuntimeError):
-    """The queue is full or the engine is going down: the same request may succeed later."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
-    """Of one token, in nats: its own log-probability and the likeliest tokens', likeliest first."""
-
-    chosen: float
-    ids: np.ndarray
-    values: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """What a run of the loop added to a request.
-
-    ids: new tokens. drafted: which of them are accepted drafts. logprobs: one for each of them if
-        the request asks for them.
-    finish_reason: "stop" or "length" with the last update, "error" if there will be no more.
-    steps, committed: of the whole request so far (`DecodeState`).
-    """
-
-    ids: tuple[int, ...] = ()
-    drafted: tuple[bool, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None
-    error: str | None = None
-    steps: int = 0
-    committed: tuple[int, ...] = ()
-
-
-@dataclass(eq=False)
-class Ticket:
-    """One request inside the engine; `deliver` is called in the engine's thread."""
-
-    prompt: Prompt
-    deliver: Callable[[Update], object]
-    came: float = field(default_factory=time.monotonic)
-    told_at: float = 0.0
-    seen: int = 0
-    committed: np.ndarray | None = None
-    cancelled: bool = False
-    why: str = "cancelled"
 
 
 @dataclass(eq=False)
@@ -189,6 +142,9 @@ class Engine:
                 raise BusyError("the server is shutting down")
             if len(self._waiting) >= self.queue:
                 raise BusyError(f"{len(self._waiting)} requests wait already, the queue is full")
+            if not (self._waiting or self.occupied):
+                # The silence of an idle loop is none of a loop that hangs.
+                self.beat = time.monotonic()
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
@@ -232,7 +188,9 @@ class Engine:
         with self._changed:
             self._ended = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(LAST_TURN_S)
+        if self._thread.is_alive():
+            log.error("the engine's loop hangs and is left behind")
 
     # ---- in the engine's thread
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from mmflash_jax.engine.serving import BusyError, TokenLogprobs
+from mmflash_jax.engine.tickets import BusyError, TokenLogprobs
 from mmflash_jax.server.errors import APIError
 from mmflash_jax.server.generate import Generation, Piece
 

@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.engine.images import ImageError
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError
-from mmflash_jax.engine.serving import BusyError, Engine, RefusedError
+from mmflash_jax.engine.serving import Engine
+from mmflash_jax.engine.tickets import BusyError, RefusedError
 from mmflash_jax.server.answers import ChatShape, Shape, TextShape, streamed_answer, whole_answer
 from mmflash_jax.server.errors import APIError, from_validation
 from mmflash_jax.server.generate import (

@@ -12,8 +12,9 @@ from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustment
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
-from mmflash_jax.engine.serving import BusyError, Engine, Ticket, TokenLogprobs, Update
+from mmflash_jax.engine.serving import Engine
 from mmflash_jax.engine.text import AnswerText
+from mmflash_jax.engine.tickets import BusyError, Ticket, TokenLogprobs, Update
 from mmflash_jax.server.errors import APIError
 from mmflash_jax.server.images import ImageLimits, read_image
 from mmflash_jax.server.schema import ChatRequest, CompletionRequest, ImagePart, TextPart

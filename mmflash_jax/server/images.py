@@ -4,12 +4,11 @@ Data URLs, plain base64, and files under one allowed folder. Nothing is fetched:
 opens addresses which strangers name reaches into its own network.
 """
 
-import base64
-import binascii
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 
+from mmflash_jax.engine.image_sources import read_data_url
 from mmflash_jax.engine.images import ImageError
 
 
@@ -40,25 +39,16 @@ def read_image(url: str, limits: ImageLimits, *, name: str) -> bytes:
         return _from_file(url, limits, name)
     if scheme:
         raise ImageError(f"{name}: {scheme!r} addresses are not supported; send a data URL")
-    return _decode(url, limits, name)
+    return _from_data_url(f"data:;base64,{url}", limits, name)
 
 
 def _from_data_url(url: str, limits: ImageLimits, name: str) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma:
-        raise ImageError(f"{name}: the data URL has no comma between its type and its data")
-    if not head.lower().endswith(";base64"):
-        raise ImageError(f"{name}: the data URL must be base64 (data:image/png;base64,...)")
-    return _decode(data, limits, name)
-
-
-def _decode(text: str, limits: ImageLimits, name: str) -> bytes:
     # Checked before decoding: three bytes take four characters.
-    _check_size(len(text) // 4 * 3, limits, name)
+    _check_size(len(url) // 4 * 3, limits, name)
     try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"{name}: not valid base64 ({error})") from None
+        return read_data_url(url)
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from None
 
 
 def _from_file(url: str, limits: ImageLimits, name: str) -> bytes:

@@ -15,7 +15,8 @@ from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.decode.slots import Shape
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import answer
-from mmflash_jax.engine.serving import BusyError, Engine, RefusedError, Update
+from mmflash_jax.engine.serving import Engine
+from mmflash_jax.engine.tickets import BusyError, RefusedError, Update
 from mmflash_jax.load import load_target
 from tests import tiny
 from tests.drafts import draft_for, random_params, two_layer_target
@@ -269,3 +270,35 @@ def test_a_loop_that_hangs_is_seen(setup):
     go_on.set()
     wait_until(lambda: engine.stuck(0.2) is None)
     engine.stop(patience_s=60)
+
+
+def test_a_short_prompt_overtakes_a_long_one(setup):
+    """Prompts are prefilled in turns, a chunk at a time; what decodes goes on meanwhile."""
+    engine, told = Engine(setup.plan, setup.params, SHAPE), []
+    inboxes = {name: Inbox() for name in ("first", "long", "short")}
+
+    def receiver(name):
+        def receive(update: Update) -> None:
+            told.append(name)
+            inboxes[name](update)
+
+        return receive
+
+    # Row 1 has 90 tokens in chunks of 32, row 0 has 5.
+    for name, number in (("first", 0), ("long", 1), ("short", 5)):
+        engine.submit(setup.prompts[number], receiver(name))
+    engine.start()
+    for inbox in inboxes.values():
+        inbox.wait()
+    engine.stop(patience_s=60)
+    assert told.index("first") < told.index("short") < told.index("long")
+    assert inboxes["long"].ids == setup.plain[1]
+
+
+def test_an_engine_that_was_idle_is_not_stuck_when_work_comes(setup, engine):
+    wait_until(lambda: engine.occupied == engine.waiting == 0)
+    engine.beat -= 1000
+    inbox = Inbox()
+    engine.submit(setup.prompts[0], inbox)
+    assert engine.stuck(60) is None
+    inbox.wait()

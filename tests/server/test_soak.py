@@ -19,7 +19,7 @@ from mmflash_jax.compilation import compiled_programs
 from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustment
 from mmflash_jax.engine.prompts import Request
-from mmflash_jax.engine.serving import Ticket
+from mmflash_jax.engine.tickets import Ticket
 from mmflash_jax.server.generate import Generation
 from tests.server.conftest import CHARTS, message, wait_until
 
