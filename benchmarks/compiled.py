@@ -114,6 +114,8 @@ class Arguments:
     """False: a kernel that spills registers is an error."""
     hlo: Path | None = None
     """File for the optimised program."""
+    options: tuple[str, ...] = ()
+    """XLA options for this compilation, each `name=value`."""
     dump: Path | None = None
     """Folder for XLA's own dumps, among them the sequence of launches."""
 
@@ -131,7 +133,7 @@ def abstract_decode(arguments: Arguments) -> tuple[Plan, Any, Any]:
         drafter = DFlash.from_hf(own, "bfloat16", arguments.kernels)
         params["drafter"] = drafter.abstract_params()
     plan = Plan(target, drafter, (1, 2))
-    capacity = arguments.context + 528
+    capacity = -(-(arguments.context + 528) // 64) * 64
     now = jax.ShapeDtypeStruct((), jnp.int32)
     make = functools.partial(filled, plan, arguments.batch, capacity, 512)
     return plan, params, jax.eval_shape(make, now)
@@ -226,6 +228,9 @@ def main(arguments: Arguments) -> int:
         return 2
     plan, params, state = abstract_decode(arguments)
     options: dict[str, Any] = {} if arguments.spills else dict(NO_SPILLS)
+    for option in arguments.options:
+        name, value = option.split("=", 1)
+        options[name] = {"true": True, "false": False}.get(value, value)
     if arguments.dump is not None:
         options["xla_dump_to"] = str(arguments.dump)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
