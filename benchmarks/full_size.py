@@ -12,7 +12,6 @@ with them. Weights are random: acceptance and text mean nothing.
 import json
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +21,11 @@ import tyro
 from benchmarks import shapes
 
 DRAFT_PARAMETERS = 537_427_200
+Family = Literal["qwen35", "gemma4"]
+ARCHITECTURES: dict[Family, str] = {
+    "qwen35": "Qwen3_5ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Make:
     """Write the two random checkpoints."""
 
     folder: Path
-    family: Literal["qwen35", "gemma4"] = "qwen35"
+    family: Family = "qwen35"
     layers: int | None = None
     """Target layers; fewer make a quick trial of this script. Default: as published."""
     device: str = "cuda"
@@ -54,59 +58,59 @@ class Compare:
 
 def make(arguments: Make) -> None:
     import torch
+    import transformers
     from dflash.model import DFlashDraftModel
     from transformers import Qwen3Config
 
     torch.set_default_dtype(torch.bfloat16)
+    family, layers = arguments.family, arguments.layers
     with torch.device(arguments.device):
-        target = _FAMILIES[arguments.family](arguments.layers)
-    if arguments.family == "gemma4":
+        target = getattr(transformers, ARCHITECTURES[family])(target_config(family, layers))
+    if family == "gemma4":
         _temper(target)
     target.save_pretrained(arguments.folder / "target", max_shard_size="4GB")
-    layers = target.config.text_config.num_hidden_layers
     del target
-    config = dict(shapes.QWEN35_DRAFT if arguments.family == "qwen35" else shapes.GEMMA4_DRAFT)
-    if layers != config["num_target_layers"]:
-        ids = [min(i, layers - 1) for i in range(5)]
-        config["num_target_layers"] = layers
-        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": ids}
     with torch.device(arguments.device):
-        draft = DFlashDraftModel(Qwen3Config(**config))
+        draft = DFlashDraftModel(Qwen3Config(**draft_config(family, layers)))
     count = sum(parameter.numel() for parameter in draft.parameters())
     assert count == DRAFT_PARAMETERS, f"the draft has {count:,} parameters"
     draft.save_pretrained(arguments.folder / "draft")
 
 
-def _qwen35(layers: int | None) -> Any:
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+def target_config(family: Family, layers: int | None = None) -> Any:
+    """The configuration in transformers, with as many layers as published or with fewer."""
+    if family == "qwen35":
+        from transformers import Qwen3_5Config
 
-    count = layers or shapes.QWEN35_TEXT["num_hidden_layers"]
-    kinds = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
-    text = {**shapes.QWEN35_TEXT, "num_hidden_layers": count, "layer_types": kinds}
-    config = Qwen3_5Config(
-        text_config=text, vision_config=shapes.QWEN35_VISION, tie_word_embeddings=True
-    )
-    return Qwen3_5ForConditionalGeneration(config)
-
-
-def _gemma4(layers: int | None) -> Any:
-    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+        count = layers or shapes.QWEN35_TEXT["num_hidden_layers"]
+        kinds = ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
+        text = {**shapes.QWEN35_TEXT, "num_hidden_layers": count, "layer_types": kinds}
+        return Qwen3_5Config(
+            text_config=text, vision_config=shapes.QWEN35_VISION, tie_word_embeddings=True
+        )
+    from transformers import Gemma4Config
 
     text = dict(shapes.GEMMA4_TEXT)
     if layers is not None:
         text |= {"num_hidden_layers": layers, "num_kv_shared_layers": layers // 2}
     count = text["num_hidden_layers"]
     kinds = ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)]
-    config = Gemma4Config(
+    return Gemma4Config(
         text_config={**text, "layer_types": kinds},
         vision_config=shapes.GEMMA4_VISION,
         audio_config=None,
         tie_word_embeddings=True,
     )
-    return Gemma4ForConditionalGeneration(config)
 
 
-_FAMILIES: dict[str, Callable[[int | None], Any]] = {"qwen35": _qwen35, "gemma4": _gemma4}
+def draft_config(family: Family, layers: int | None = None) -> dict[str, Any]:
+    """z-lab's configuration of the published draft, for a target of `layers` layers."""
+    config = dict(shapes.QWEN35_DRAFT if family == "qwen35" else shapes.GEMMA4_DRAFT)
+    if layers not in (None, config["num_target_layers"]):
+        ids = [min(i, layers - 1) for i in range(5)]
+        config["num_target_layers"] = layers
+        config["dflash_config"] = {**config["dflash_config"], "target_layer_ids": ids}
+    return config
 
 
 def _temper(target: Any) -> None:

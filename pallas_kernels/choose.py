@@ -19,6 +19,15 @@ class KernelError(ValueError):
     """A kernel was asked for by name and cannot run here."""
 
 
+def platform() -> str:
+    """What is compiled for: the device of the abstract mesh in use, else the default backend.
+
+    The former is how a program is compiled for a device that is not here.
+    """
+    named = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if named is None else named.platform
+
+
 def implementation(
     op: str, asked: Kernels, dtype: DTypeLike, obstacle: str | None
 ) -> Literal["reference", "gpu", "interpret"]:
@@ -32,7 +41,7 @@ def implementation(
     """
     if asked == "reference":
         return "reference"
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu = platform() == "gpu"
     if asked == "auto":
         if not on_gpu or jnp.dtype(dtype).itemsize != 2:
             return "reference"
@@ -41,7 +50,7 @@ def implementation(
             return "reference"
         return "gpu"
     if asked == "gpu" and not on_gpu:
-        obstacle = f"the default device is a {jax.default_backend()}"
+        obstacle = f"the default device is a {platform()}"
     if obstacle is not None:
         raise KernelError(f"{op}: kernels {asked!r} cannot run: {obstacle}; use auto or reference")
     return asked

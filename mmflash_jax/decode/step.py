@@ -54,7 +54,9 @@ def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
 def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -> Verification:
     """One target pass over the anchor and its drafts."""
     target = plan.target
+    block = plan.drafter.block
     ids = jnp.concatenate([state.anchor[:, None], proposal.ids], axis=1)
+    ids = jnp.pad(ids, ((0, 0), (0, plan.width(len(ids)) - block)))
     index = state.length[:, None] + jnp.arange(ids.shape[1])
     positions = jnp.broadcast_to(
         index + state.rope_shift[:, None], (target.position_axes, *index.shape)
@@ -65,11 +67,11 @@ def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -
         positions,
         state.cache,
         state.length,
-        jnp.where(state.running, ids.shape[1], 0),
+        jnp.where(state.running, block, 0),
         capture=plan.drafter.capture,
     )
-    logits = plan.tokens_only(target.logits(params["target"], out.hidden))
-    return Verification(logits=logits, features=out.features, cache=out.cache)
+    logits = plan.tokens_only(target.logits(params["target"], out.hidden)[:, :block])
+    return Verification(logits=logits, features=out.features[:, :block], cache=out.cache)
 
 
 def commit(

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.drafters.base import FitError, Heads, Proposal
@@ -134,7 +135,14 @@ class Model(nnx.Module):
         position = start[:, None] + jnp.arange(features.shape[1])
         projected = self.hidden_norm(self.fc(features.astype(self.fc.dtype)))
         angles = self._angles(position)
-        return [layer.self_attn.keys_values(projected, angles) for layer in self.layers]
+        rows = []
+        for layer in self.layers:
+            k, v = layer.self_attn.keys_values(projected, angles)
+            # With one input for all layers XLA:GPU joins their products, for which it copies all
+            # these weights into one matrix in every step.
+            projected, k = lax.optimization_barrier((projected, k))
+            rows.append((k, v))
+        return rows
 
     def denoise(
         self,

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choose import platform
+
 # Finite, so that a row with many masked scores never produces NaN through inf - inf.
 MASKED = -1e30
 
@@ -35,7 +37,7 @@ def block_attention(
 
     def weigh(probabilities: Array, values: Array, spec: str) -> Array:
         probabilities = probabilities.astype(values.dtype)
-        if jax.default_backend() == "cpu":
+        if platform() == "cpu":
             # XLA:CPU has no bf16 x bf16 -> fp32 product at some of these shapes.
             probabilities, values = (x.astype(jnp.float32) for x in (probabilities, values))
         return jnp.einsum(

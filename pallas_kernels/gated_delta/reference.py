@@ -44,7 +44,10 @@ def _unit_lower_inverse(A: Float[Array, "*batch T T"]) -> Float[Array, "*batch T
     width = 1
     while width < T:
         below = ((row // width) % 2 == 1) & (column // width == row // width - 1)
-        inverse -= _einsum("...ij,...jk,...kl->...il", inverse, jnp.where(below, A, 0.0), inverse)
+        part = jnp.where(below, A, 0.0)
+        if width > 1:
+            part = _einsum("...ij,...jk,...kl->...il", inverse, part, inverse)
+        inverse -= part
         width *= 2
     return inverse
 

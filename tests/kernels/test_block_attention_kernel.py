@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,47 +9,54 @@ import pytest
 from pallas_kernels import KernelError, block_attention
 from pallas_kernels.block_attention import gpu
 from pallas_kernels.block_attention.cases import SMALL, Case
+from tests.kernels import quick_jit
 from tests.tolerances import KERNEL_BF16, LAYER, assert_close
 
-TILES = {
-    "own choice": None,
-    "one program": gpu.Tile(rows=16, keys=16, splits=1, warps=4, stages=1),
-    "many splits": gpu.Tile(rows=32, keys=16, splits=8, warps=4, stages=1),
-}
+# Every branch of the masks with the kernel's own sizes, four splits of the context here.
+OWN = [(case.name, None) for case in SMALL]
+# One split writes its result at once, without a merge; blocks longer than a tile loop over it.
+ONE = gpu.Tile(rows=16, keys=16, splits=1, warps=4, stages=1)
+# More splits than tiles of context, so some are empty; query rows that are no tokens.
+MANY = gpu.Tile(rows=32, keys=16, splits=8, warps=4, stages=1)
+TILED = [(name, ONE) for name in ("draft", "chunk_ring")]
+TILED += [(name, MANY) for name in ("one_token", "documents", "chunk_window")]
+CASES = {case.name: case for case in SMALL}
 
 
 def both(case: Case, dtype, tile=None, seed=0):
     """Kernel over a cache whose unused slots are NaN, and reference over one where they are 0."""
     run = functools.partial(gpu.block_attention, **case.options, tile=tile, interpret=True)
-    got = jax.jit(run)(*case.arguments(dtype, seed, np.nan))
-    wanted = jax.jit(functools.partial(block_attention, **case.options))(
-        *case.arguments(dtype, seed, 0.0)
-    )
+    got = quick_jit(run)(*case.arguments(dtype, seed, np.nan))
+    reference = functools.partial(block_attention, **case.options)
+    wanted = quick_jit(reference)(*case.arguments(dtype, seed, 0.0))
     assert got.dtype == wanted.dtype
     return np.asarray(got, np.float32), np.asarray(wanted, np.float32)
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_kernel_equals_reference_in_fp32(case, tile):
-    got, wanted = both(case, jnp.float32, tile, seed=len(case.name))
+@pytest.mark.parametrize(("name", "tile"), OWN + TILED)
+def test_kernel_equals_reference_in_fp32(name, tile):
+    got, wanted = both(CASES[name], jnp.float32, tile, seed=len(name))
     assert_close(got, wanted, LAYER)
 
 
-@pytest.mark.parametrize("case", SMALL[:3], ids=lambda case: case.name)
-def test_kernel_equals_reference_in_bf16(case):
-    got, wanted = both(case, jnp.bfloat16)
+@pytest.mark.parametrize("name", ["verify", "one_token"])
+def test_kernel_equals_reference_in_bf16(name):
+    """Larger tiles, and weights of the softmax rounded before their product with values."""
+    got, wanted = both(CASES[name], jnp.bfloat16)
     assert_close(got, wanted, KERNEL_BF16)
 
 
 def test_the_public_function_reaches_the_kernel_and_never_swaps_a_named_choice():
-    case = SMALL[1]
+    case = CASES["verify"]
     arguments = case.arguments(jnp.float32, 3, 0.0)
-    run = functools.partial(block_attention, *arguments, **case.options)
-    assert_close(run(kernels="interpret"), run(), LAYER)
-    np.testing.assert_array_equal(run(kernels="auto"), run())
+    run = quick_jit(functools.partial(block_attention, **case.options), static_argnames="kernels")
+    reference = run(*arguments, kernels="reference")
+    interpreted = run(*arguments, kernels="interpret")
+    assert_close(interpreted, reference, LAYER)
+    assert (interpreted != reference).any(), "the kernel sums in another order"
+    np.testing.assert_array_equal(run(*arguments, kernels="auto"), reference)
     with pytest.raises(KernelError, match="cpu"):
-        run(kernels="gpu")
+        run(*arguments, kernels="gpu")
 
 
 def test_an_unsupported_head_width_is_named():
