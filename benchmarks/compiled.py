@@ -4,8 +4,8 @@
 
 Compiles the real loop at full width over shapes alone and reports what a step launches, what it
 copies, and the memory it takes beside weights and caches. Needs Python 3.12 with jax 0.11 or later,
-`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`; no CUDA libraries)
-and `ptxas`. Without a card nothing is autotuned: the tiles of XLA's products are placeholders.
+`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`; no CUDA
+libraries) and `ptxas`. Without a card nothing is autotuned: the tiles of XLA's products are placeholders.
 """
 
 import collections
@@ -62,7 +62,7 @@ NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 def obstacle() -> str | None:
     """Why this machine cannot compile for an H200."""
-    if jax.version.__version_info__ < (0, 11):
+    if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__} is older than 0.11"
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
