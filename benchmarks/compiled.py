@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,8 +109,8 @@ class Arguments:
     layers: int | None = None
     """Layers of the target; fewer compile faster. Default: as published."""
     context: int = 1024
-    spills: bool = True
-    """False: a kernel that spills registers is an error."""
+    spills: bool = False
+    """Let kernels spill registers; else that is an error."""
     hlo: Path | None = None
     """File for the optimised program."""
     options: tuple[str, ...] = ()
@@ -177,33 +178,42 @@ def step_launches(hlo: str) -> list[Launch]:
     return [one for one in parts[body] if one.opcode not in _FREE]
 
 
-_BYTES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "f16": 2, "s8": 1, "u8": 1}
+def shapes_of(result: str) -> list[tuple[int, ...]]:
+    """Shapes of the parts of a result type."""
+    found = re.findall(r"\w+\[([\d,]*)\]", result)
+    return [tuple(int(size) for size in sizes.split(",") if size) for sizes in found]
 
 
-def result_bytes(shape: str) -> int:
-    """Bytes of a result, of all its parts if it is a tuple."""
-    total = 0
-    for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shape):
-        count = 1
-        for size in filter(None, sizes.split(",")):
-            count *= int(size)
-        total += count * _BYTES.get(dtype, 8)
-    return total
-
-
-def summary(compiled: Any) -> dict[str, Any]:
-    """Launches of a step by kind, its large results, and memory."""
-    hlo = compiled.as_text()
-    launches = step_launches(hlo)
+def summary(compiled: Any, params: Any, state: Any, dump: Path) -> dict[str, Any]:
+    """Launches of a step by kind, weights that it writes to memory, and memory."""
+    launches = step_launches(compiled.as_text())
     kinds = collections.Counter(kind_of(one) for one in launches)
+    matrices = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
+    written = [one for one in launches if matrices & set(shapes_of(one.shape))]
+    joined = [one for one in launches if one.name.startswith("wrapped_concatenate")]
     memory = compiled.memory_analysis()
+    caches = jax.tree.leaves((state.cache, state.draft))
     return {
         "launches": len(launches),
         "kinds": dict(kinds.most_common()),
-        "temp_bytes": memory.temp_size_in_bytes,
+        "graphs": body_thunks(dump),
+        "weights_written": [f"{one.name} {one.shape}" for one in written + joined],
+        "cache_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
         "aliased_bytes": memory.alias_size_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
     }
+
+
+def body_thunks(dump: Path) -> list[str]:
+    """What the host issues for one turn of the outer loop; one `kCommandBuffer` is a CUDA graph."""
+    (file,) = dump.glob("*jit_decode*thunk_sequence_after_thunk_passes.txt")
+    text = file.read_text()
+    lines = [line for line in text[text.index("  body:") :].splitlines()[1:] if line.strip()]
+
+    def indent(line: str) -> int:
+        return len(line) - len(line.lstrip())
+
+    return [line.split()[1] for line in lines if indent(line) == indent(lines[0])]
 
 
 def kind_of(launch: Launch) -> str:
@@ -229,13 +239,15 @@ def main(arguments: Arguments) -> int:
     for option in arguments.options:
         name, value = option.split("=", 1)
         options[name] = {"true": True, "false": False}.get(value, value)
-    if arguments.dump is not None:
-        options["xla_dump_to"] = str(arguments.dump)
     steps = jax.ShapeDtypeStruct((), jnp.int32)
-    compiled = compile_for_h200(decode, plan, params, state, steps, options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        dump = arguments.dump or Path(folder)
+        options["xla_dump_to"] = str(dump)
+        compiled = compile_for_h200(decode, plan, params, state, steps, options=options)
+        report = summary(compiled, params, state, dump)
     if arguments.hlo is not None:
         arguments.hlo.write_text(compiled.as_text())
-    print(json.dumps(summary(compiled), indent=1))
+    print(json.dumps(report, indent=1))
     return 0
 
 

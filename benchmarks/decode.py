@@ -129,6 +129,11 @@ def filled(plan: Plan, batch: int, capacity: int, room: int, context: Array) -> 
     )  # fmt: skip
 
 
+def _bytes(leaf: Any) -> int:
+    """Of an array or of its shape."""
+    return leaf.size * leaf.dtype.itemsize
+
+
 def weight_bytes(plan: Plan, params: Params) -> int:
     """Bytes of weights that a step streams: every matrix once, the output head also for drafts.
 
@@ -142,13 +147,13 @@ def weight_bytes(plan: Plan, params: Params) -> int:
         if names[0] == "embed_tokens":
             if "lm_head" in params["target"]:
                 continue
-            total += leaf.nbytes * (1 if isinstance(plan.drafter, NoDraft) else 2)
+            total += _bytes(leaf) * (1 if isinstance(plan.drafter, NoDraft) else 2)
         elif names[0] == "lm_head":
-            total += leaf.nbytes * (1 if isinstance(plan.drafter, NoDraft) else 2)
+            total += _bytes(leaf) * (1 if isinstance(plan.drafter, NoDraft) else 2)
         else:
-            total += leaf.nbytes
+            total += _bytes(leaf)
     if not isinstance(plan.drafter, NoDraft):
-        total += sum(leaf.nbytes for _, leaf in leaves_with_path(params["drafter"]))
+        total += sum(_bytes(leaf) for _, leaf in leaves_with_path(params["drafter"]))
     return total
 
 
@@ -157,7 +162,7 @@ def context_bytes(plan: Plan, state: DecodeState, context: float) -> int:
 
     def of(cache: AttentionCache) -> float:
         slots = cache.k.shape[2]
-        return 2 * cache.k.nbytes * min(context, slots) / slots
+        return 2 * _bytes(cache.k) * min(context, slots) / slots
 
     caches = list(state.cache.layers)
     sources = [layer.source for layer in getattr(plan.target.config, "layers", ())]
@@ -170,7 +175,7 @@ def context_bytes(plan: Plan, state: DecodeState, context: float) -> int:
         if isinstance(cache, AttentionCache):
             total += of(cache)
         else:
-            total += 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+            total += 2 * sum(_bytes(leaf) for leaf in jax.tree.leaves(cache))
     if not isinstance(plan.drafter, NoDraft):
         drafts = zip(state.draft.k, state.draft.v, strict=True)
         total += sum(of(AttentionCache(k=k, v=v)) for k, v in drafts)
@@ -220,9 +225,8 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    target, target_params = load_target(settings.folder / "target", default_dtype())
-    drafter, draft_params = load_drafter(settings.folder / "draft", target, default_dtype())
-    params = {"target": target_params, "drafter": draft_params}
+    target, drafter, params, loaded = _load(settings.folder)
+    print(json.dumps(loaded), flush=True)
     records = []
     if settings.report and settings.report.exists():
         records = json.loads(settings.report.read_text())
@@ -233,7 +237,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
                     "device": describe_device(), "target": type(target).__name__,
                     "drafter": "dflash", "batch": batch, "context": context, "kernels": kernels,
                     "weights": "random", "acceptance": "synthetic", "asked_tau": settings.tau,
-                    "versions": versions(), "commit": commit.stdout.strip(),
+                    "versions": versions(), "commit": commit.stdout.strip(), **loaded,
                 }  # fmt: skip
                 for name in settings.drafters:
                     plan = _plan(target, drafter if name == "dflash" else None, kernels, settings)
@@ -246,6 +250,25 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
                 if settings.report:
                     settings.report.write_text(json.dumps(records, indent=1) + "\n")
     return records
+
+
+def _load(folder: Path) -> tuple[Any, Any, Params, dict[str, Any]]:
+    """Target, draft, their parameters, and what loading them took."""
+    began = time.perf_counter()
+    target, target_params = load_target(folder / "target", default_dtype())
+    jax.block_until_ready(target_params)
+    between = time.perf_counter()
+    drafter, draft_params = load_drafter(folder / "draft", target, default_dtype())
+    jax.block_until_ready(draft_params)
+    stats = jax.devices()[0].memory_stats() or {}
+    loaded = {
+        "target_load_s": round(between - began, 2),
+        "draft_load_s": round(time.perf_counter() - between, 2),
+        "target_bytes": sum(_bytes(leaf) for leaf in jax.tree.leaves(target_params)),
+        "draft_bytes": sum(_bytes(leaf) for leaf in jax.tree.leaves(draft_params)),
+        "loaded_memory_bytes": stats.get("bytes_in_use"),
+    }
+    return target, drafter, {"target": target_params, "drafter": draft_params}, loaded
 
 
 def _plan(target: Any, drafter: Any, kernels: Kernels, settings: Settings) -> Plan:

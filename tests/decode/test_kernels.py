@@ -1,0 +1,99 @@
+"""Decoding with the Pallas kernels, interpreted, gives the ids of the reference."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mmflash_jax.decode.prefill import prefill
+from mmflash_jax.decode.records import Plan
+from mmflash_jax.decode.step import step
+from mmflash_jax.load import load_target
+from tests import tiny, tiny_gemma4
+from tests.decode.running import answers
+from tests.drafts import draft_for, random_params
+from tests.kernels import quick_jit
+from tests.targets.prompts import make_prompt
+from tests.tiny_gemma4 import FULL, SLIDING
+
+# Widths that a kernel can take: powers of two from 16 on.
+QWEN35 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": [SLIDING, FULL, FULL],
+    "num_kv_shared_layers": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+}
+
+quick_step = quick_jit(step, static_argnames="plan")
+
+
+@pytest.fixture(scope="module", params=["qwen35", "gemma4"])
+def pair(request, tmp_path_factory):
+    """Target, draft, their parameters and two prompts."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "qwen35":
+        tiny.tiny_qwen35(folder, seed=1, tied=False, text=QWEN35)
+    else:
+        tiny_gemma4.tiny_gemma4(folder, seed=3, text=GEMMA4)
+    target, params = load_target(folder, "float32")
+    drafter = draft_for(folder, target_layer_ids=[0, 1], block_size=4)
+    params = {"target": params, "drafter": random_params(drafter)}
+    prompts = [make_prompt(target, n, seed=n, max_tokens=8) for n in (5, 23)]
+    return target, drafter, params, prompts
+
+
+def run(target, drafter, params, prompts, kernels):
+    """Ids of both rows; prompts are always taken in by the reference."""
+    start = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
+    target = dataclasses.replace(target, kernels=kernels)
+    drafter = dataclasses.replace(drafter, kernels=kernels)
+    while start.running.any():
+        start = quick_step(Plan(target, drafter, ()), params, start)
+    return start
+
+
+def test_drafted_ids_with_kernels_are_those_of_the_reference(pair):
+    target, drafter, params, prompts = pair
+    wanted = run(target, drafter, params, prompts, "reference")
+    got = run(target, drafter, params, prompts, "interpret")
+    assert answers(got) == answers(wanted)
+    assert [len(ids) for ids in answers(got)] == [8, 8]
+    # The draft went through its kernel too: it proposed what it proposes without.
+    np.testing.assert_array_equal(got.drafted, wanted.drafted)
+
+
+def test_every_layer_of_a_step_runs_a_kernel(pair):
+    target, drafter, params, prompts = pair
+    start = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
+    plan = Plan(
+        dataclasses.replace(target, kernels="interpret"),
+        dataclasses.replace(drafter, kernels="interpret"),
+        (),
+    )
+    program = jax.make_jaxpr(step, static_argnums=0)(plan, params, start)
+    names = kernel_names(program.jaxpr)
+    layers = target.config.num_hidden_layers + len(drafter.config.layers)
+    assert sum("merge" not in name for name in names) == layers, names
+
+
+def kernel_names(jaxpr):
+    """Names of the Pallas kernels of a program, in order."""
+    names = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            names.append(equation.params["name"])
+            continue
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                names += kernel_names(inner)
+    return names
