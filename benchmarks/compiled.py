@@ -4,8 +4,7 @@
 
 Compiles the real loop at full width over shapes alone and reports what a step launches, what it
 copies, and the memory it takes beside weights and caches. Needs Python 3.12 with jax 0.11 or later,
-`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`; no CUDA libraries)
-and `ptxas`. Without a card nothing is autotuned: the tiles of XLA's products are placeholders.
+`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`) and `ptxas`. Without a card nothing is autotuned: the tiles of XLA's products are placeholders.
 """
 
 import collections
@@ -63,7 +62,7 @@ NO_SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
 
 def obstacle() -> str | None:
     """Why this machine cannot compile for an H200."""
-    if jax.version.__version_info__ < (0, 11):
+    if jax.__version_info__ < (0, 11):
         return f"jax {jax.__version__} is older than 0.11"
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
@@ -74,9 +73,7 @@ def obstacle() -> str | None:
 
 @functools.cache
 def _device() -> Any:
-    topology = topologies.get_topology_desc(
-        "", "cuda", target_config=H200, topology="1x1x1"
-    )
+    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
     return topology.devices[0]
 
 
@@ -192,7 +189,13 @@ def summary(compiled: Any, params: Any, state: Any, dump: Path) -> dict[str, Any
     kinds = collections.Counter(kind_of(one) for one in launches)
     matrices = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     written = [one for one in launches if matrices & set(shapes_of(one.shape))]
-    joined = [one for one in launches if one.name.startswith("wrapped_concatenate")]
+    inputs = {shape[0] for shape in matrices}
+    joined = [
+        one
+        for one in launches
+        if one.name.startswith("wrapped_concatenate")
+        and any(len(shape) == 2 and shape[0] in inputs for shape in shapes_of(one.shape))
+    ]
     memory = compiled.memory_analysis()
     caches = jax.tree.leaves((state.cache, state.draft))
     return {

@@ -53,9 +53,7 @@ def _kv_heads(config: Any) -> int:
 
 
 def _recurrent(state: Any) -> int:
-    leaves = jax.tree.leaves(
-        [layer for layer in state.cache.layers if not hasattr(layer, "k")]
-    )
+    leaves = jax.tree.leaves([layer for layer in state.cache.layers if not hasattr(layer, "k")])
     return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
