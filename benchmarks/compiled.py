@@ -191,7 +191,13 @@ def summary(compiled: Any, params: Any, state: Any, dump: Path) -> dict[str, Any
     kinds = collections.Counter(kind_of(one) for one in launches)
     matrices = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim == 2}
     written = [one for one in launches if matrices & set(shapes_of(one.shape))]
-    joined = [one for one in launches if one.name.startswith("wrapped_concatenate")]
+    inputs = {shape[0] for shape in matrices}
+    joined = [
+        one
+        for one in launches
+        if one.name.startswith("wrapped_concatenate")
+        and any(len(shape) == 2 and shape[0] in inputs for shape in shapes_of(one.shape))
+    ]
     memory = compiled.memory_analysis()
     caches = jax.tree.leaves((state.cache, state.draft))
     return {

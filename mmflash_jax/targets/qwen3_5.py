@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache, write_rows
@@ -229,8 +230,11 @@ class GatedDeltaNet(nnx.Module):
         """One pass; `decided` tokens enter the state at once, others leave records behind."""
         B, T, _ = x.shape
         run = self._absorb if decided else self._verify
-        out, cache = run(self.in_proj_qkv(x), self.in_proj_a(x), self.in_proj_b(x), cache, now)
-        z = self.in_proj_z(x).reshape(B, T, self.value_heads, self.value_dim)
+        qkv, z, a = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_a(x)
+        # XLA:GPU would join these two small products and copy their weights together each time.
+        x, a = lax.optimization_barrier((x, a))
+        out, cache = run(qkv, a, self.in_proj_b(x), cache, now)
+        z = z.reshape(B, T, self.value_heads, self.value_dim)
         return self.out_proj(self.norm(out, z).reshape(B, T, -1)), cache
 
     def _verify(
