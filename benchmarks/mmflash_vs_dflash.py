@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 from benchmarks import mmflash_report
 from mmflash_jax.compilation import keep_compiled_programs
-from mmflash_jax.config import TrainConfig, VisualConfig, find_config, read_yaml
+from mmflash_jax.config import TrainConfig, VisualConfig
+from mmflash_jax.config_files import find_config, read_yaml
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.drafters.dflash import DFlash

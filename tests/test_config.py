@@ -6,17 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmflash_jax.config import (
-    ChartData,
-    FileData,
-    SamplingSettings,
-    ServeConfig,
-    TrainConfig,
-    as_values,
-    build,
-    find_config,
-    read_yaml,
-)
+from mmflash_jax.config import ChartData, FileData, SamplingSettings, ServeConfig, TrainConfig
+from mmflash_jax.config_files import as_values, build, find_config, read_yaml
 from mmflash_jax.weights.hf_config import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from benchmarks import shapes
-from mmflash_jax.config import DraftShape, TrainConfig, find_config, read_yaml
+from mmflash_jax.config import DraftShape, TrainConfig
+from mmflash_jax.config_files import find_config, read_yaml
 from mmflash_jax.registry import PAIRS
 from mmflash_jax.weights.hf_config import ConfigError
 

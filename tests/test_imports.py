@@ -19,6 +19,7 @@ RANK = {
     "sharding": 2,
     "registry": 2,
     "config": 3,
+    "config_files": 4,
     "towers": 3,
     "drafters": 3,
     "targets": 4,
