@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -80,6 +81,18 @@ def test_tokens_follow_the_filtered_distribution(name, temperature):
     pairs = np.zeros((VOCABULARY, VOCABULARY))
     np.add.at(pairs, (ids[::2], ids[1::2]), 1)
     assert_drawn_from(pairs.ravel(), np.outer(p, p).ravel())
+
+
+def test_differences_below_bfloat16_count():
+    """A06: one fp32 distribution, also where rounding would make two tokens equal."""
+    logits = np.array([8.0, 8.015, 0.0], np.float32)
+    assert len(set(logits.astype(ml_dtypes.bfloat16).tolist())) == 2
+    draws, temperature = 40_000, 0.02
+    many = jnp.broadcast_to(jnp.asarray(logits), (1, draws, 3))
+    ids = choose(many, settings_of(temperature=temperature, seed=4), jnp.arange(draws)[None])
+    share = np.bincount(np.asarray(ids)[0], minlength=3) / draws
+    np.testing.assert_allclose(share, expected(logits, temperature=temperature), atol=0.01)
+    assert share[1] > 0.6, "equal in bfloat16"
 
 
 def test_filters_keep_the_fewest_tokens_and_ties_together():
@@ -162,7 +175,7 @@ def test_filters_that_leave_one_token_are_greedy(bench, fields):
 
 @pytest.mark.parametrize("draft", ["none", "dflash", "adversarial"])
 def test_two_tokens_have_the_joint_distribution_of_the_target(bench, draft):
-    """DISTR through the loop: the tokens that a verify step decides, whatever was drafted."""
+    """A05: DISTR through the loop, the tokens that a verify step decides, whatever was drafted."""
     rows, keep = 768, 4
     prompt = make_prompt(bench.target, 9, seed=5, max_tokens=3)
     fields = {"temperature": 1.3, "top_k": keep}

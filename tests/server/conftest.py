@@ -1,6 +1,7 @@
 """One real server on a free port: the demo pair behind uvicorn, shared by all tests here."""
 
 import base64
+import dataclasses
 import io
 import threading
 import time
@@ -17,7 +18,7 @@ from PIL import Image
 from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
-from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.decode.records import Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.evaluation.batch import Session, load
 from mmflash_jax.registry import DEMO
@@ -45,7 +46,7 @@ class Served(NamedTuple):
 
     def plain(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ids of plain decoding of the same prompts, outside of the server and without a draft."""
-        plan = Plan(self.session.plan.target, NoDraft(), self.session.plan.stop_ids)
+        plan = dataclasses.replace(self.session.plan, drafter=NoDraft())
         ids: list[list[int]] = []
         for at in range(0, len(prompts), ROWS):
             part = list(prompts[at : at + ROWS])

@@ -47,6 +47,35 @@ def test_an_image_question_is_answered_as_by_the_library(served):
     assert got.usage.completion_tokens_details.accepted_prediction_tokens > len(ids) / 2
 
 
+def test_a_prompt_asked_twice_is_computed_twice(served):
+    """C02, C03: there is no prefix cache that drafting could switch off or spoil."""
+    cold, warm = (served.chat(QUESTION, CHARTS[2]) for _ in range(2))
+    assert warm.usage == cold.usage
+    assert warm.usage.prompt_tokens_details.cached_tokens == 0
+    assert warm.choices[0].message.content == cold.choices[0].message.content
+
+
+def test_an_image_more_each_turn(served):
+    """C04: every turn is right, and no hit is claimed."""
+    sent, known = [], []
+    for count, chart in enumerate(CHARTS[:3], start=1):
+        sent.append(message("What is it?", chart))
+        known.append(
+            {
+                "role": "user",
+                "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}],
+            }
+        )
+        request = Request(messages=list(known), images=CHARTS[:count], max_tokens=12)
+        (ids,) = served.plain([served.session.encoder.encode(request)])
+        got = served.client.chat.completions.create(model="demo", messages=sent, max_tokens=12)
+        answer = got.choices[0].message.content
+        assert answer == served.session.encoder.decode(ids)
+        assert got.usage.prompt_tokens_details.cached_tokens == 0
+        for turns in (sent, known):
+            turns.append({"role": "assistant", "content": answer})
+
+
 def test_a_stream_adds_up_to_the_whole_answer(served):
     whole = served.chat(QUESTION, CHARTS[1])
     chunks = list(
