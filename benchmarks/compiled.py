@@ -4,9 +4,8 @@
 
 Compiles the real loop at full width over shapes alone and reports what a step launches, what it
 copies, and the memory it takes beside weights and caches. Needs Python 3.12 with jax 0.11 or later,
-`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`; no CUDA
-libraries) and `ptxas`. Without a card nothing is autotuned: the tiles of XLA's products are
-placeholders.
+`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`) and `ptxas`.
+Without a card nothing is autotuned: the tiles of XLA's products are placeholders.
 """
 
 import collections
