@@ -169,12 +169,13 @@ class Loaded:
         folder, _ = pair(name, "none")
         target, params = load_target(folder, dtype)
         encoder = PromptEncoder.from_checkpoint(folder, target)
-        return cls(Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id)), params, encoder)
+        stops = stop_ids(folder, encoder.eos_id)
+        return cls(Plan(target, NoDraft(), stops, encoder.vocabulary), params, encoder)
 
     def drafted(self, config: TrainConfig) -> Plan:
         target = self.plain.target
         shape = draft_config(config.draft, target, self.encoder)
-        return Plan(target, DFlash(shape, target.dtype), self.plain.stop_ids)
+        return dataclasses.replace(self.plain, drafter=DFlash(shape, target.dtype))
 
 
 def prepare(arguments: tyro.conf.OmitArgPrefixes[Prepare]) -> None:

@@ -5,6 +5,7 @@ The target adds its image placeholder, its vocabulary and its rule of positions.
 torch nor torchvision.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,8 @@ class PromptEncoder:
         """The id that ends a turn."""
         return self.tokenizer.eos_token_id
 
-    @property
+    # Cached: the tokenizer makes its whole table anew for each call.
+    @functools.cached_property
     def vocabulary(self) -> int:
         """Ids from 0 that hold every token of the tokenizer, added ones included."""
         largest = max(self.tokenizer.get_vocab().values())
