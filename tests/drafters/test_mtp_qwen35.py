@@ -166,5 +166,5 @@ def test_settings_of_other_drafts_are_refused(made, tmp_path):
     with pytest.raises(ConfigError, match="no DFlash draft"):
         load_drafter(folder, target, "float32", embedding_scale=2.0)
     random_draft(tmp_path, folder)
-    with pytest.raises(ConfigError, match="draft_tokens is 3, but .* blocks of 16"):
+    with pytest.raises(ConfigError, match=r"draft_tokens is 3, but .* blocks of 16"):
         load_drafter(tmp_path, target, "float32", draft_tokens=3)
