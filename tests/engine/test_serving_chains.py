@@ -26,6 +26,7 @@ THREE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen35", "gemma4"])
 def test_requests_that_come_and_go_get_their_plain_answers(family, tmp_path):
     """Rows inserted into used slots, widths of all kinds, images, chunks, sampling, penalties."""
