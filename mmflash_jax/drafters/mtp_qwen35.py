@@ -306,11 +306,17 @@ class Qwen35MTP:
         self,
         params: Params,
         features: Float[Array, "B S D"],
-        rows: Float[Array, "B S D"],
-        positions: Int[Array, "3 B S"],
+        rows: Float[Array, "B S D"] | None,
+        positions: Int[Array, "3 B S"] | None,
     ) -> WholeRows:
         """What blocks of whole rows are trained over: keys and values made of the target's hidden
-        states at every token but the last."""
+        states at every token but the last.
+
+        Raises:
+            ValueError: rows or positions are missing.
+        """
+        if rows is None or positions is None:
+            raise ValueError("an MTP head is trained on table rows and rotary positions too")
         batch, width = features.shape[:2]
         empty = self.init_state(batch, width).cache
         zero = jnp.zeros((batch,), jnp.int32)
@@ -333,7 +339,7 @@ class Qwen35MTP:
         state: WholeRows,
         ids: Int[Array, "B A drafts"],
         anchors: Int[Array, "B A"],
-        first: None = None,
+        first: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A drafts V"]:
         """fp32 logits of chains after `anchors`, each step on the hidden state of the one before,
         as `propose` makes them where it drafts the right tokens.

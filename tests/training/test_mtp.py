@@ -14,10 +14,11 @@ from mmflash_jax.drafters import Anchor, Context, Heads, Qwen35MTP
 from mmflash_jax.load import load_drafter, load_target
 from mmflash_jax.training.export import export_run
 from mmflash_jax.training.objective import block_loss
-from mmflash_jax.training.trainer import train
+from mmflash_jax.training.trainer import new_drafter, train
 from mmflash_jax.weights import TensorStore
 from mmflash_jax.weights.hf_config import ConfigError
 from tests.drafts import random_params, two_layer_target
+from tests.tiny_gemma4 import tiny_gemma4
 from tests.tolerances import LAYER, assert_close
 
 WIDTH, VOCAB_SIZE, DRAFTS, LENGTH = 16, 40, 3, 14
@@ -166,3 +167,13 @@ def test_a_run_goes_on_and_exports_without_training(run, tmp_path):
     assert all(one[name].tobytes() == two[name].tobytes() for name in one)
     with pytest.raises(ConfigError, match="the speculators layout holds DFlash drafts"):
         export_run(output, tmp_path / "other", layout="speculators")
+
+
+def test_a_target_of_another_family_is_refused(run, tmp_path):
+    values, *_ = run
+    tiny_gemma4(tmp_path / "gemma")
+    target, _ = load_target(tmp_path / "gemma", "float32")
+    shape = build(TrainConfig, values, "").draft
+    encoder: Any = None
+    with pytest.raises(ConfigError, match=r"draft.kind is 'mtp', but .*Gemma4"):
+        new_drafter(shape, tmp_path / "gemma", target, encoder)
