@@ -30,6 +30,9 @@ TEXT = 5
 ANCHORS = np.array([[5, 6, 9, 12], [11, 7, 5, 13]], np.int32)
 
 
+WEIGHTS = jnp.asarray(_random.uniform(0.5, 3.0, (2, LENGTH)).astype(np.float32))
+
+
 def logits_of(hidden):
     return jnp.einsum("...d,vd->...v", hidden, HEAD, precision=jax.lax.Precision.HIGHEST)
 
@@ -56,7 +59,7 @@ def made():
     return plan, random_params(plan), features, ids, rows.astype(np.float32), positions
 
 
-def trained(made, features, anchors, recorded=None):
+def trained(made, features, anchors, recorded=None, **settings):
     plan, params, _, ids, rows, positions = made
 
     def logits(hidden):
@@ -67,8 +70,9 @@ def trained(made, features, anchors, recorded=None):
     heads = Heads(embed=lambda ids: jnp.asarray(TABLE)[ids], logits=logits)
     return block_loss(
         plan, params, heads, jnp.asarray(features), jnp.asarray(ids), jnp.full(2, LENGTH),
-        jnp.asarray(anchors), jnp.ones(anchors.shape, bool), ObjectiveConfig(),
-        rows=jnp.asarray(rows), positions=jnp.asarray(positions),
+        jnp.asarray(anchors), jnp.ones(anchors.shape, bool), ObjectiveConfig(**settings),
+        rows=jnp.asarray(rows), positions=jnp.asarray(positions), token_weight=WEIGHTS,
+        teacher_hidden=jnp.asarray(features), teacher_logits=lambda x: logits_of(x)[..., ::-1],
     )[0]  # fmt: skip
 
 
@@ -104,6 +108,26 @@ def test_training_logits_are_those_of_serving(made):
             for step in range(min(DRAFTS, LENGTH - 1 - length[row])):
                 wanted = seen[step][row]
                 assert_close(got[0][row, column, step], wanted, 3 * LAYER, f"{length} {step}")
+
+
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_the_loss_is_that_of_its_logits(made, loss):
+    """Draft k of a chain is about the token k after the anchor, and so is the teacher's state."""
+    _, _, features, ids, *_ = made
+    got: list[Any] = []
+    total = trained(made, features, ANCHORS, got, loss=loss, decay=2.0)
+    log_q = np.asarray(jax.nn.log_softmax(got[0], axis=-1), np.float64)
+    log_p = np.asarray(jax.nn.log_softmax(logits_of(features)[..., ::-1], axis=-1), np.float64)
+    wanted = divisor = 0.0
+    for row, column in np.ndindex(ANCHORS.shape):
+        anchor = ANCHORS[row, column]
+        for k in range(1, min(DRAFTS, LENGTH - 1 - anchor) + 1):
+            weight, q = np.exp(-(k - 1) / 2.0), log_q[row, column, k - 1]
+            p = log_p[row, anchor + k - 1]
+            one = -q[ids[row, anchor + k]] if loss == "ce" else (np.exp(p) * (p - q)).sum()
+            wanted += weight * float(WEIGHTS[row, anchor + k]) * one
+            divisor += weight
+    np.testing.assert_allclose(total, wanted / divisor, rtol=1e-5)
 
 
 @pytest.mark.parametrize("anchor", [1, 6, 12])
