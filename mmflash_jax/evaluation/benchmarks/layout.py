@@ -14,7 +14,7 @@ from mmflash_jax.evaluation.benchmarks.rows import BenchmarkError, Row, columns_
 
 log = logging.getLogger(__name__)
 
-_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})(.*)")
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +87,20 @@ class Benchmark:
         )
 
     def _check_shards(self, files: Sequence[Path]) -> None:
-        """Every `-00001-of-00003` that is there must have its siblings."""
-        names = {file.name for file in files}
+        """Every `NAME-00001-of-00003` that is there must have its siblings."""
+        here: dict[tuple[str, str], set[str]] = {}
         for file in files:
-            if shard := _SHARD.fullmatch(file.name):
-                first, _, count, last = shard.groups()
-                wanted = [f"{first}{n:05d}-of-{count}{last}" for n in range(int(count))]
-                # Some copies add a hash that differs from shard to shard.
-                here = [n for n in names if n.startswith(first) and f"-of-{count}" in n]
-                if len(here) < int(count):
-                    raise BenchmarkError(
-                        f"{self.name}: {file.parent} holds {len(here)} of {count} parts, "
-                        f"expected {', '.join(wanted)}. Download the rest of {self.source}"
-                    )
+            if shard := _SHARD.match(file.name):
+                name, number, count = shard.groups()
+                here.setdefault((name, count), set()).add(number)
+        for (name, count), numbers in here.items():
+            wanted = [f"{number:05d}" for number in range(int(count))]
+            if lacking := [number for number in wanted if number not in numbers]:
+                parts = ", ".join(f"{name}{number}-of-{count}*" for number in lacking)
+                raise BenchmarkError(
+                    f"{self.name}: {files[0].parent} holds {len(numbers)} of {int(count)} parts, "
+                    f"{parts} is missing. Download the rest of {self.source}"
+                )
 
     def _names(self, file: Path) -> dict[str, str]:
         """Our names -> those of the file."""

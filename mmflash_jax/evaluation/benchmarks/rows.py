@@ -1,5 +1,6 @@
 """Rows of benchmark files: parquet, TSV with base64 pictures, JSON beside a folder of pictures."""
 
+import contextlib
 import csv
 import functools
 import json
@@ -58,7 +59,7 @@ class Row:
                 return again
 
             return StoredImage(f"{self.where}, {column}", read)
-        name = value["path"] if isinstance(value, dict) else value
+        name = str(value["path"] if isinstance(value, dict) else value)
         tried = [folder / other / name for other in folders]
         found = next((path for path in tried if path.is_file()), None)
         if found is None:
@@ -93,15 +94,21 @@ def _check_kind(file: Path, known: Iterable[str]) -> None:
         raise BenchmarkError(f"{file}: expected a file that ends in {', '.join(known)}")
 
 
+@contextlib.contextmanager
+def _readable(file: Path, kind: str) -> Iterator[None]:
+    """What a damaged file makes readers stumble on, as one error. pyarrow's is a ValueError too."""
+    try:
+        yield
+    except (ValueError, csv.Error) as error:
+        raise BenchmarkError(f"{file} is no readable {kind} file: {error}") from None
+
+
 def _schema(file: Path) -> list[str]:
     # Slow to import, and not needed for the other kinds.
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(file, "parquet"):
         return pq.read_schema(file).names
-    except pa.ArrowInvalid as error:
-        raise BenchmarkError(f"{file} is no readable parquet file: {error}") from None
 
 
 def _parquet(file: Path) -> Iterator[Row]:
@@ -112,7 +119,7 @@ def _parquet(file: Path) -> Iterator[Row]:
 
 
 def _header(file: Path) -> list[str]:
-    with file.open(encoding="utf-8", newline="") as stream:
+    with _readable(file, "TSV"), file.open(encoding="utf-8", newline="") as stream:
         return next(csv.reader(stream, delimiter="\t"), [])
 
 
@@ -120,26 +127,21 @@ def _tsv(file: Path) -> Iterator[Row]:
     """Rows of VLMEvalKit's files, whose image may be the index of a row before it."""
     csv.field_size_limit(sys.maxsize)
     pictures: dict[str, str] = {}
-    with file.open(encoding="utf-8", newline="") as stream:
-        try:
-            for number, values in enumerate(csv.DictReader(stream, delimiter="\t"), start=1):
-                filled = {k: v for k, v in values.items() if k and v and v.casefold() != "nan"}
-                image = filled.get("image", "")
-                if image and len(image) <= LONGEST_INDEX:
-                    filled["image"] = pictures.get(image, image)
-                elif image:
-                    pictures[filled.get("index", str(number))] = image
-                yield Row(f"{file} row {number}", filled, file)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise BenchmarkError(f"{file} is no readable TSV file: {error}") from None
+    with _readable(file, "TSV"), file.open(encoding="utf-8", newline="") as stream:
+        for number, values in enumerate(csv.DictReader(stream, delimiter="\t"), start=1):
+            filled = {k: v for k, v in values.items() if k and v and v.casefold() != "nan"}
+            image = filled.get("image", "")
+            if image and len(image) <= LONGEST_INDEX:
+                filled["image"] = pictures.get(image, image)
+            elif image:
+                pictures[filled.get("index", str(number))] = image
+            yield Row(f"{file} row {number}", filled, file)
 
 
 @functools.lru_cache(maxsize=2)
 def _load(file: Path) -> Any:
-    try:
+    with _readable(file, "JSON"):
         return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BenchmarkError(f"{file} is no readable JSON file: {error}") from None
 
 
 def _entries(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
