@@ -1,4 +1,4 @@
-"""Answering with a fixed number in flight: the ids of batches, counters that add up, one program."""
+"""Answering with a fixed number in flight: ids of batches, counters that add up, one program."""
 
 from typing import Any, NamedTuple
 
