@@ -1,4 +1,4 @@
-"""Bars of an evaluation: tau, and speed-up at each number in flight, by benchmark and method."""
+"""Plots of an evaluation: bars of tau and speed-up by benchmark and method, acceptance by slot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +20,27 @@ def plot_tau(cells: Cells, file: Path) -> None:
     figure, axes = new_figure(1, 1, width=_width(cells), height=3.6)
     _bars(axes[0, 0], cells, first, "tau")
     axes[0, 0].set_ylabel("tau (tokens a verify step)")
-    axes[0, 0].set_title(f"{Path(cells.target).name}, {first} in flight", fontsize=10)
+    axes[0, 0].set_title(_title(cells, first), fontsize=10)
     _legend(axes[0, 0])
+    save(figure, file)
+
+
+def plot_positions(cells: Cells, file: Path) -> None:
+    """Share of verify steps that kept at least k drafts, mean over benchmarks, a line a method."""
+    first = cells.concurrency[0]
+    figure, axes = new_figure(1, 1, width=6.5, height=3.6)
+    for method in _drafted(cells):
+        found = [r["accepted_per_position"] for r in cells.over(method, first) if r is not None]
+        if not found or not found[0]:
+            continue
+        shares = np.mean(found, axis=0)
+        axes[0, 0].plot(1 + np.arange(len(shares)), shares, marker=".", label=method)
+    axes[0, 0].set(xlabel="slot k of the block", ylim=(0, 1))
+    axes[0, 0].set_ylabel("share of steps that kept k drafts")
+    axes[0, 0].set_title(_title(cells, first), fontsize=10)
+    axes[0, 0].grid(alpha=0.3)
+    if axes[0, 0].lines:
+        _legend(axes[0, 0])
     save(figure, file)
 
 
@@ -29,14 +48,18 @@ def plot_speedup(cells: Cells, file: Path) -> None:
     """Speed-up over plain decoding, a panel for each number in flight."""
     rows = len(cells.concurrency)
     figure, axes = new_figure(rows, 1, width=_width(cells), height=2.8)
-    device = next(iter(cells.records.values()))["device"]
     for axis, slots in zip(axes[:, 0], cells.concurrency, strict=True):
         _bars(axis, cells, slots, "speedup")
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_ylabel("speed-up over plain")
-        axis.set_title(f"{Path(cells.target).name}, {slots} in flight, {device}", fontsize=10)
+        axis.set_title(_title(cells, slots), fontsize=10)
     _legend(axes[0, 0])
     save(figure, file)
+
+
+def _title(cells: Cells, slots: int) -> str:
+    devices = {record["device"] for record in cells.records.values()}
+    return f"{Path(cells.target).name}, {slots} in flight, {', '.join(sorted(devices))}"
 
 
 def _width(cells: Cells) -> float:
@@ -62,9 +85,11 @@ def _bars(axis: Any, cells: Cells, slots: int, field: str) -> None:
             axis.annotate(
                 told, (bar.get_x() + bar.get_width() / 2, bar.get_height()), (0, 2),
                 textcoords="offset points", ha="center", va="bottom", fontsize=7,
-                rotation=90 if len(told) > 4 else 0,
+                rotation=90 if told == WITHHELD else 0,
             )  # fmt: skip
     axis.set_xticks(place, cells.benchmarks)
+    # A single bar would fill the whole axis.
+    axis.set_xlim(-0.75, max(len(place) - 0.25, 1.75))
     axis.margins(y=0.2)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)

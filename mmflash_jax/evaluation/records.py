@@ -88,8 +88,9 @@ def _reason(wrong: Sequence[Divergence], questions: Sequence[Question], dtype: s
     gap = "one answer ends there" if first.gap is None else f"fp32 gap {first.gap:.1e} of scale"
     rows = len({divergence.row for divergence in wrong})
     return (
-        f"{rows} of {len(questions)} answers are not those of plain decoding; first, at token "
-        f"{first.place} of question {questions[first.row].id}: {gap}, a tie is up to {TIE[dtype]:.1e}"
+        f"{rows} of {len(questions)} answers are not those of plain decoding; that to question "
+        f"{questions[first.row].id}, differs at token {first.place}: {gap}, a tie is up to "
+        f"{TIE[dtype]:.1e}"
     )
 
 

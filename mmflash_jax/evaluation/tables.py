@@ -197,7 +197,7 @@ def write_csv(records: Sequence[Record], file: Path) -> None:
 def write_all(records: Sequence[Record], folder: Path) -> str:
     """Tables and plots into `folder`; returns the markdown."""
     # Slow to import, and `--help` needs none of it.
-    from mmflash_jax.evaluation.bars import plot_speedup, plot_tau
+    from mmflash_jax.evaluation.bars import plot_positions, plot_speedup, plot_tau
 
     folder.mkdir(parents=True, exist_ok=True)
     text = markdown(records)
@@ -207,6 +207,7 @@ def write_all(records: Sequence[Record], folder: Path) -> str:
         name = Path(cells.target).name
         plot_tau(cells, folder / f"{name}_tau.png")
         plot_speedup(cells, folder / f"{name}_speedup.png")
+        plot_positions(cells, folder / f"{name}_positions.png")
     return text
 
 
