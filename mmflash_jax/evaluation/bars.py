@@ -89,7 +89,8 @@ def _bars(axis: Any, cells: Cells, slots: int, field: str) -> None:
             )  # fmt: skip
     axis.set_xticks(place, cells.benchmarks)
     # A single bar would fill the whole axis.
-    axis.set_xlim(-0.75, max(len(place) - 0.25, 1.75))
+    middle, half = (len(place) - 1) / 2, max(len(place) / 2 + 0.25, 1.25)
+    axis.set_xlim(middle - half, middle + half)
     axis.margins(y=0.2)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
