@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
+class Workload:
     """A benchmark's questions with their prompts. path: of the local copy, for the records."""
 
     benchmark: str
@@ -66,7 +66,7 @@ def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
             if not any(lacking.values()):
                 continue
             try:
-                asked = ask(config, sessions[PLAIN], name, path)
+                work = make_workload(config, sessions[PLAIN], name, path)
             except BenchmarkError as error:
                 log.error("%s", error)
                 failed = True
@@ -75,7 +75,7 @@ def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
                 if not labels:
                     continue
                 try:
-                    new = measure_cells(config, sessions, labels, methods, asked, slots)
+                    new = measure_cells(config, sessions, labels, methods, work, slots)
                 except (DoesNotFitError, JaxRuntimeError) as error:
                     # Fewer in flight may fit.
                     log.error("%s with %d in flight: %s", name, slots, error)
@@ -171,11 +171,13 @@ def _lacking(
     }
 
 
-def ask(config: EvaluateConfig, session: Session, name: str, path: Path | None) -> Asked:
+def make_workload(
+    config: EvaluateConfig, session: Session, name: str, path: Path | None
+) -> Workload:
     """Questions and prompts of a benchmark; a question that cannot be encoded is told and left out.
 
     Raises:
-        BenchmarkError: the copy is missing, partial or of another layout, or nothing can be asked.
+        BenchmarkError: the copy is missing, partial or of another layout, or nothing can be work.
     """
     found = read_questions(name, path, count=config.questions, seed=config.seed, style=config.style)
     questions, prompts = [], []
@@ -190,7 +192,7 @@ def ask(config: EvaluateConfig, session: Session, name: str, path: Path | None) 
         questions.append(question)
     if not questions:
         raise BenchmarkError(f"{name}: none of its {len(found)} questions can be asked")
-    return Asked(name, None if path is None else str(path), tuple(questions), tuple(prompts))
+    return Workload(name, None if path is None else str(path), tuple(questions), tuple(prompts))
 
 
 def measure_cells(
@@ -198,7 +200,7 @@ def measure_cells(
     sessions: Mapping[str, Session],
     labels: Sequence[str],
     methods: Mapping[str, str],
-    asked: Asked,
+    work: Workload,
     slots: int,
 ) -> list[Record]:
     """Records of the methods `labels`, measured beside plain decoding.
@@ -207,9 +209,9 @@ def measure_cells(
         DoesNotFitError: the caches of so many rows are larger than the device.
     """
     measured = {label: sessions[label] for label in dict.fromkeys([PLAIN, *labels])}
-    passes = take_turns(measured, asked, slots, config.repeats)
+    passes = take_turns(measured, work, slots, config.repeats)
     shared: dict[str, Any] = {
-        "path": asked.path, "seed": config.seed, "repeats": config.repeats, "style": config.style,
+        "path": work.path, "seed": config.seed, "repeats": config.repeats, "style": config.style,
         "max_tokens": config.max_tokens, "kernels": config.kernels, "device": describe_device(),
         "versions": versions(), "commit": commit(),
     }  # fmt: skip
@@ -217,33 +219,33 @@ def measure_cells(
     for label in labels:
         plan = measured[label].plan
         names = {
-            "target": config.target, "method": label, "benchmark": asked.benchmark,
+            "target": config.target, "method": label, "benchmark": work.benchmark,
             "concurrency": slots, "draft": methods[label], "block": plan.drafter.block,
             "dtype": plan.target.dtype,
         }  # fmt: skip
         figures = cell_figures(
-            measured[label], asked.questions, asked.prompts, passes[label], passes[PLAIN]
+            measured[label], work.questions, work.prompts, passes[label], passes[PLAIN]
         )
         records.append(names | figures | shared)
     return records
 
 
 def take_turns(
-    sessions: Mapping[str, Session], asked: Asked, slots: int, repeats: int
+    sessions: Mapping[str, Session], work: Workload, slots: int, repeats: int
 ) -> dict[str, list[Answers]]:
     """Passes of every method over the prompts, in turns: a drifting clock rate meets them all."""
-    shape = shape_for(asked.prompts, slots)
+    shape = shape_for(work.prompts, slots)
     for session in sessions.values():
         check_memory(session.plan, shape, free_memory())
     for session in sessions.values():
-        warm_up(session.plan, session.params, asked.prompts, shape)
+        warm_up(session.plan, session.params, work.prompts, shape)
     passes: dict[str, list[Answers]] = {label: [] for label in sessions}
-    total = repeats * len(sessions) * len(asked.prompts)
-    with tqdm(total=total, desc=f"{asked.benchmark} x{slots}", unit="answer") as bar:
+    total = repeats * len(sessions) * len(work.prompts)
+    with tqdm(total=total, desc=f"{work.benchmark} x{slots}", unit="answer") as bar:
         for _ in range(repeats):
             for label, session in sessions.items():
                 bar.set_postfix_str(label)
                 passes[label].append(
-                    answer_in_flight(session.plan, session.params, asked.prompts, shape, bar.update)
+                    answer_in_flight(session.plan, session.params, work.prompts, shape, bar.update)
                 )
     return passes
