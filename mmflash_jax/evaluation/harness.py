@@ -50,18 +50,19 @@ def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
     measured. A failed parity is a failure too.
 
     Raises:
-        ConfigError: the output folder has records of other settings.
+        ConfigError: the output folder has records of other settings, or two methods one label.
+        BenchmarkError: there is no such benchmark, or it has no path.
         ValueError, OSError: the target cannot be loaded.
     """
     methods = name_methods(config)
-    named = [split_name(given) for given in config.benchmarks]
+    named = name_benchmarks(config)
     sessions, failed = load_methods(config, methods)
     config.output.mkdir(parents=True, exist_ok=True)
     journal = journal_of(config, sessions[PLAIN])
     records = journal.read()
-    _check_sources(records, methods, dict(named), journal.path)
+    _check_sources(records, methods, named, journal.path)
     with journal.append(keep=len(records)) as write:
-        for name, path in named:
+        for name, path in named.items():
             lacking = _lacking(config, sessions, name, records)
             if not any(lacking.values()):
                 continue
@@ -106,6 +107,21 @@ def name_methods(config: EvaluateConfig) -> dict[str, str]:
             )
         methods[label] = draft
     return methods
+
+
+def name_benchmarks(config: EvaluateConfig) -> dict[str, Path | None]:
+    """Benchmark -> path of its local copy.
+
+    Raises:
+        BenchmarkError: no such benchmark, no path, or two of one benchmark.
+    """
+    named: dict[str, Path | None] = {}
+    for name, path in map(split_name, config.benchmarks):
+        if named.setdefault(name, path) != path:
+            raise BenchmarkError(
+                f"{name} is named twice, as {named[name]} and {path}; give each its own output"
+            )
+    return named
 
 
 def load_methods(
@@ -177,7 +193,7 @@ def make_workload(
     """Questions and prompts of a benchmark; a question that cannot be encoded is told and left out.
 
     Raises:
-        BenchmarkError: the copy is missing, partial or of another layout, or nothing can be work.
+        BenchmarkError: the copy is missing, partial or of another layout, or nothing can be asked.
     """
     found = read_questions(name, path, count=config.questions, seed=config.seed, style=config.style)
     questions, prompts = [], []

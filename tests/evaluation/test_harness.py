@@ -11,6 +11,7 @@ from mmflash_jax.decode.records import Plan
 from mmflash_jax.engine.offline import Answers
 from mmflash_jax.evaluation import __main__ as command
 from mmflash_jax.evaluation import harness
+from mmflash_jax.evaluation.benchmarks import BenchmarkError
 from mmflash_jax.evaluation.evaluate_config import EvaluateConfig
 from mmflash_jax.evaluation.harness import evaluate, name_methods
 from mmflash_jax.evaluation.records import Record
@@ -209,6 +210,13 @@ def test_methods_are_named_by_label_folder_or_short_name(config):
     assert named == {"none": "none", "x": "a/x", "y": "org/y", "z": "b/x"}
     with pytest.raises(ConfigError, match="methods a/x and b/x are both called 'x'"):
         name_methods(dataclasses.replace(config, methods=("a/x", "b/x")))
+
+
+def test_a_benchmark_is_named_once(config):
+    twice = dataclasses.replace(config, benchmarks=("MMStar=a", "mmstar=b"))
+    with pytest.raises(BenchmarkError, match="MMStar is named twice, as a and b"):
+        evaluate(twice)
+    assert not config.output.exists()
 
 
 @pytest.mark.parametrize(
