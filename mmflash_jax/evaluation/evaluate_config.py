@@ -15,8 +15,9 @@ class EvaluateConfig:
     target: str = "demo"
     """Short name, local folder or hub id of the target."""
     methods: tuple[str, ...] = ()
-    """Drafts, each a folder, a hub id or LABEL=DRAFT; plain decoding ("none") always runs with
-    them. Default: the draft that the target's short name brings."""
+    """Drafts as serve.py takes them, or LABEL=DRAFT; settings of one follow after commas, as in
+    scaled=DIR,draft_embedding_scale=16. Plain decoding ("none") always runs with them. Default: the
+    draft that the target's short name brings."""
     benchmarks: tuple[str, ...] = ("charts",)
     """NAME=FOLDER of local copies of ChartQA, CharXiv, MMStar, MMBench, DynaMath, MathVista and
     MathVerse; and charts, the demo's held-out ones, which need no folder."""

@@ -2,45 +2,26 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jax.errors import JaxRuntimeError
 from tqdm import tqdm
 
-from mmflash_jax.config import ServeConfig
-from mmflash_jax.decode.records import Prompt
-from mmflash_jax.engine.images import ImageError
 from mmflash_jax.engine.journal import Journal
 from mmflash_jax.engine.offline import Answers
 from mmflash_jax.engine.planning import DoesNotFitError, check_memory, free_memory
-from mmflash_jax.engine.prompts import PromptError, Request
-from mmflash_jax.evaluation.batch import Session, fit_to_cache, load
-from mmflash_jax.evaluation.benchmarks import (
-    BenchmarkError,
-    Question,
-    read_questions,
-    split_name,
-)
+from mmflash_jax.evaluation.batch import Session
+from mmflash_jax.evaluation.benchmarks import BenchmarkError
 from mmflash_jax.evaluation.evaluate_config import EvaluateConfig
 from mmflash_jax.evaluation.in_flight import answer_in_flight, shape_for, warm_up
+from mmflash_jax.evaluation.methods import load_methods, name_methods
 from mmflash_jax.evaluation.records import PLAIN, Record, cell_figures, commit, key
 from mmflash_jax.evaluation.report import describe_device, versions
-from mmflash_jax.registry import PAIRS
+from mmflash_jax.evaluation.workload import Workload, make_workload, name_benchmarks
 from mmflash_jax.weights.hf_config import ConfigError
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A benchmark's questions with their prompts. path: of the local copy, for the records."""
-
-    benchmark: str
-    path: str | None
-    questions: tuple[Question, ...]
-    prompts: tuple[Prompt, ...]
 
 
 def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
@@ -87,64 +68,6 @@ def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
     return records, failed or not all(record["parity"] for record in records)
 
 
-def name_methods(config: EvaluateConfig) -> dict[str, str]:
-    """Label -> draft, plain decoding first.
-
-    Raises:
-        ConfigError: two methods have one label.
-    """
-    given = config.methods
-    if not given and config.target in PAIRS:
-        given = (PAIRS[config.target].draft,)
-    methods = {PLAIN: PLAIN}
-    for method in given:
-        label, mark, draft = method.partition("=")
-        if not mark:
-            label, draft = Path(method).name, method
-        if methods.get(label, draft) != draft:
-            raise ConfigError(
-                f"methods {methods[label]} and {draft} are both called {label!r}; write LABEL=DRAFT"
-            )
-        methods[label] = draft
-    return methods
-
-
-def name_benchmarks(config: EvaluateConfig) -> dict[str, Path | None]:
-    """Benchmark -> path of its local copy.
-
-    Raises:
-        BenchmarkError: no such benchmark, no path, or two of one benchmark.
-    """
-    named: dict[str, Path | None] = {}
-    for name, path in map(split_name, config.benchmarks):
-        if named.setdefault(name, path) != path:
-            raise BenchmarkError(
-                f"{name} is named twice, as {named[name]} and {path}; give each its own output"
-            )
-    return named
-
-
-def load_methods(
-    config: EvaluateConfig, methods: Mapping[str, str]
-) -> tuple[dict[str, Session], bool]:
-    """A session for every draft that fits, all with one copy of the target; and if one did not."""
-    sessions: dict[str, Session] = {}
-    failed = False
-    for label, draft in methods.items():
-        serve = ServeConfig(
-            target=config.target, draft=draft, dtype=config.dtype, kernels=config.kernels,
-            thinking=config.thinking,
-        )  # fmt: skip
-        try:
-            sessions[label] = load(serve, sessions.get(PLAIN))
-        except (ValueError, OSError) as error:
-            if label == PLAIN:
-                raise
-            log.error("method %s is left out: %s", label, error)
-            failed = True
-    return sessions, failed
-
-
 def journal_of(config: EvaluateConfig, session: Session) -> Journal:
     """The records of `config.output`, under all settings that the cells of a table share."""
     names = (
@@ -185,30 +108,6 @@ def _lacking(
         slots: [label for label in sessions if (label, name, slots) not in known]
         for slots in config.concurrency
     }
-
-
-def make_workload(
-    config: EvaluateConfig, session: Session, name: str, path: Path | None
-) -> Workload:
-    """Questions and prompts of a benchmark; a question that cannot be encoded is told and left out.
-
-    Raises:
-        BenchmarkError: the copy is missing, partial or of another layout, or nothing can be asked.
-    """
-    found = read_questions(name, path, count=config.questions, seed=config.seed, style=config.style)
-    questions, prompts = [], []
-    longest = min(config.max_length, session.plan.target.config.max_position_embeddings)
-    for question in tqdm(found, desc=f"encode {name}", unit="question", disable=len(found) < 32):
-        request = Request(text=question.text, images=question.images, max_tokens=config.max_tokens)
-        try:
-            prompts.append(fit_to_cache(session.encoder.encode(request), longest))
-        except (PromptError, ImageError) as error:
-            log.warning("%s: question %s is left out: %s", name, question.id, error)
-            continue
-        questions.append(question)
-    if not questions:
-        raise BenchmarkError(f"{name}: none of its {len(found)} questions can be asked")
-    return Workload(name, None if path is None else str(path), tuple(questions), tuple(prompts))
 
 
 def measure_cells(

@@ -30,8 +30,12 @@ WARM_UP_TOKENS = 2 * STEPS
 
 def shape_for(prompts: Sequence[Prompt], slots: int) -> Shape:
     """Sizes that hold every one of `prompts` with its answer."""
-    capacity = bucket(max(len(p.ids) + p.max_tokens for p in prompts), 64)
-    sizes = {bucket(len(image.patches), 64) for p in prompts for image in p.images}
+    longest, sizes = 0, set()
+    # One after the other: they may be encoded while they are asked for.
+    for prompt in prompts:
+        longest = max(longest, len(prompt.ids) + prompt.max_tokens)
+        sizes |= {bucket(len(image.patches), 64) for image in prompt.images}
+    capacity = bucket(longest, 64)
     return Shape(
         slots=slots,
         capacity=capacity,

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 
+from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.records import Plan
+from mmflash_jax.drafters import DFlash
 from mmflash_jax.engine.offline import Answers
+from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.evaluation import __main__ as command
-from mmflash_jax.evaluation import harness
+from mmflash_jax.evaluation import harness, workload
+from mmflash_jax.evaluation.batch import load
 from mmflash_jax.evaluation.benchmarks import BenchmarkError
 from mmflash_jax.evaluation.evaluate_config import EvaluateConfig
-from mmflash_jax.evaluation.harness import evaluate, name_methods
+from mmflash_jax.evaluation.harness import evaluate
+from mmflash_jax.evaluation.methods import load_methods, name_methods
 from mmflash_jax.evaluation.records import Record
 from mmflash_jax.weights.hf_config import ConfigError
 from tests.evaluation import copies
@@ -210,6 +215,48 @@ def test_methods_are_named_by_label_folder_or_short_name(config):
     assert named == {"none": "none", "x": "a/x", "y": "org/y", "z": "b/x"}
     with pytest.raises(ConfigError, match="methods a/x and b/x are both called 'x'"):
         name_methods(dataclasses.replace(config, methods=("a/x", "b/x")))
+
+
+def test_settings_of_a_draft(config, caplog):
+    """Those of serve.py that are a draft's; a wrong one leaves that method out."""
+    draft = config.methods[0][7:]
+    given = (f"{draft},draft_embedding_scale=2.0", f"a={draft},draft_size=1", f"b={draft},batch=2")
+    named = name_methods(dataclasses.replace(config, methods=given))
+    assert list(named)[2:] == ["a", "b"]
+    loaded, failed = load_methods(config, named)
+    assert failed
+    none, scaled = loaded.values()
+    assert none.params["target"] is scaled.params["target"]
+    assert isinstance(scaled.plan.drafter, DFlash)
+    assert scaled.plan.drafter.config.input_embedding_scale == 2.0
+    assert "a draft has no setting 'draft_size'; known are draft_embedding_scale" in caplog.text
+    assert "a draft has no setting 'batch'" in caplog.text
+    _, failed = load_methods(config, {"none": "none", "c": f"{draft},draft_embedding_scale=much"})
+    assert failed
+    assert "draft_embedding_scale is 'much', expected a number" in caplog.text
+
+
+def test_prompts_are_encoded_when_they_are_asked_for(small_pair, monkeypatch):
+    monkeypatch.setattr(workload, "KEPT", 2)
+    session = load(ServeConfig(**small_pair))
+    asked = []
+    real = PromptEncoder.encode
+
+    def counted(self, request):
+        asked.append(request.text)
+        return real(self, request)
+
+    monkeypatch.setattr(PromptEncoder, "encode", counted)
+    requests = [Request(text=text, max_tokens=9) for text in "abc"]
+    prompts = workload.Prompts(session.encoder, requests, 4096)
+    assert len(prompts) == 3
+    assert not asked
+    assert prompts[0] is prompts[0] is prompts[-3]
+    assert asked == ["a"]
+    assert [len(prompt.ids) for prompt in prompts] == [len(prompts[0].ids)] * 3
+    assert asked == ["a", "b", "c", "a"], "only the last two are kept"
+    with pytest.raises(IndexError):
+        prompts[3]
 
 
 def test_a_benchmark_is_named_once(config):

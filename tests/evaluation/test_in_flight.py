@@ -83,11 +83,11 @@ def test_every_timed_moment_has_all_in_flight(setup, monkeypatch):
     plan, params, prompts, _ = setup
     running = []
 
-    def watched(plan, params, state, since, **options):
+    def watched(plan, params, state, *rest, **options):
         # A row that ended on its way in has nothing left to decode.
         limits = np.asarray(state.limit)
         running.append(int((np.asarray(state.running) | (limits == 1)).sum()))
-        return run(plan, params, state, since, **options)
+        return run(plan, params, state, *rest, **options)
 
     monkeypatch.setattr(in_flight, "run", watched)
     answer_in_flight(plan, params, prompts[:2], shape_for(prompts, 3))
