@@ -222,6 +222,18 @@ def test_damaged_files_are_named(tmp_path, kind):
         read("MMStar", file)
 
 
+def test_a_damaged_row_group_is_an_error_and_no_short_benchmark(tmp_path):
+    copies.mmstar(tmp_path)
+    file = tmp_path / "mmstar.parquet"
+    content = bytearray(file.read_bytes())
+    # The first picture's page; the footer stays whole.
+    at = content.index(copies.png(1)[:8])
+    content[at - 40 : at + 40] = bytes(80)
+    file.write_bytes(content)
+    with pytest.raises(BenchmarkError, match=r"mmstar.parquet is damaged in row group 0"):
+        read("MMStar", tmp_path)
+
+
 def test_names_and_paths():
     assert split_name("chartqa=data/x") == ("ChartQA", Path("data/x"))
     assert split_name("charts") == ("charts", None)

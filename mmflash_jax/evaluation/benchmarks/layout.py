@@ -126,10 +126,11 @@ class Benchmark:
     ) -> list[Question]:
         questions, bad, unseen = [], [], []
         for number, (row, names) in enumerate(rows, start=1):
-            values = {ours: row.values[own] for ours, own in names.items() if own in row.values}
+            there = row.read()
+            values = {ours: there[own] for ours, own in names.items() if own in there}
             try:
                 asked = self.ask(values)
-                column = next((name for name in self.pictures if name in row.values), "")
+                column = next((name for name in self.pictures if name in there), "")
                 picture = row.picture(column, self.folders, self.numbered)
             except ImageError as error:
                 unseen.append(f"{row.where}: {error}")

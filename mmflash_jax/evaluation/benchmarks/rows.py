@@ -12,6 +12,7 @@ from typing import Any
 
 from mmflash_jax.engine.image_sources import image_source
 from mmflash_jax.engine.images import ImageError, Source, StoredImage
+from mmflash_jax.engine.prompts import PromptError
 
 LONGEST_INDEX = 64
 """Characters. Longer text in a TSV's image column is a picture, shorter may name an earlier row."""
@@ -26,14 +27,14 @@ class BenchmarkError(ValueError):
 class Row:
     """One row of a file.
 
-    where: file and number, for messages. values: its fields that are filled.
-    reread: the same values, read anew; None where they stay in memory.
+    where: file and number, for messages. read: its fields that are filled.
+    in_file: `read` reads them anew, they are not kept.
     """
 
     where: str
-    values: dict[str, Any]
     file: Path
-    reread: Callable[[], dict[str, Any]] | None = None
+    read: Callable[[], dict[str, Any]]
+    in_file: bool = False
 
     def picture(self, column: str, folders: Sequence[str], numbered: str = "") -> Source:
         """The picture that a column holds or names; `folders` are tried in order for its file.
@@ -44,27 +45,28 @@ class Row:
             ImageError: no picture, or its file is in none of the folders.
         """
         folder = self.file.parent
-        value = self.values.get(column)
+        value = self.read().get(column)
         if isinstance(value, int):
             value = f"{value}{numbered}"
         source = image_source(value, folder)
         if isinstance(source, bytes):
-            if self.reread is None:
+            if not self.in_file:
                 return source
-            reread = self.reread
-
-            def read() -> bytes:
-                again = image_source(reread()[column], folder)
-                assert isinstance(again, bytes)
-                return again
-
-            return StoredImage(f"{self.where}, {column}", read)
+            return StoredImage(f"{self.where}, {column}", self._bytes_of(column))
         name = str(value["path"] if isinstance(value, dict) else value)
         tried = [folder / other / name for other in folders]
         found = next((path for path in tried if path.is_file()), None)
         if found is None:
             raise ImageError(f"there is no picture {' or '.join(map(str, tried))}")
         return found
+
+    def _bytes_of(self, column: str) -> Callable[[], bytes]:
+        def read() -> bytes:
+            again = image_source(self.read()[column], self.file.parent)
+            assert isinstance(again, bytes)
+            return again
+
+        return read
 
 
 def columns_of(file: Path) -> list[str]:
@@ -79,7 +81,7 @@ def columns_of(file: Path) -> list[str]:
 
 
 def read_rows(file: Path) -> Iterator[Row]:
-    """Rows in order. Bytes of parquet pictures need not be kept: `Row.picture` reads them again.
+    """Rows in order; those of parquet files stay there until they are read.
 
     Raises:
         BenchmarkError: the file is of an unknown kind or damaged.
@@ -115,7 +117,14 @@ def _parquet(file: Path) -> Iterator[Row]:
     from mmflash_jax.engine.parquet import parquet_rows
 
     for number, read in parquet_rows(file, tuple(_schema(file))):
-        yield Row(f"{file} row {number}", read(), file, read)
+        yield Row(f"{file} row {number}", file, functools.partial(_reread, read), in_file=True)
+
+
+def _reread(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read()
+    except PromptError as error:
+        raise BenchmarkError(str(error)) from None
 
 
 def _header(file: Path) -> list[str]:
@@ -135,7 +144,7 @@ def _tsv(file: Path) -> Iterator[Row]:
                 filled["image"] = pictures.get(image, image)
             elif image:
                 pictures[filled.get("index", str(number))] = image
-            yield Row(f"{file} row {number}", filled, file)
+            yield Row(f"{file} row {number}", file, functools.partial(dict, filled))
 
 
 @functools.lru_cache(maxsize=2)
@@ -163,4 +172,4 @@ def _fields(file: Path) -> list[str]:
 def _json(file: Path) -> Iterator[Row]:
     for key, values in _entries(file):
         filled = {name: value for name, value in values.items() if value is not None}
-        yield Row(f"{file} entry {key}", filled, file)
+        yield Row(f"{file} entry {key}", file, functools.partial(dict, filled))
