@@ -16,8 +16,8 @@ class EvaluateConfig:
     """Short name, local folder or hub id of the target."""
     methods: tuple[str, ...] = ()
     """Drafts as serve.py takes them, or LABEL=DRAFT; settings of one follow after commas, as in
-    scaled=DIR,draft_embedding_scale=16. Plain decoding ("none") always runs with them. Default: the
-    draft that the target's short name brings."""
+    scaled=DIR,draft_embedding_scale=16. "own" is the draft that the target's short name brings, and
+    the default. Plain decoding ("none") always runs with them."""
     benchmarks: tuple[str, ...] = ("charts",)
     """NAME=FOLDER of local copies of ChartQA, CharXiv, MMStar, MMBench, DynaMath, MathVista and
     MathVerse; and charts, the demo's held-out ones, which need no folder."""

@@ -18,6 +18,10 @@ SETTINGS = {f.name for f in dataclasses.fields(ServeConfig) if f.name.startswith
 """What serve.py lets a draft be told: `--draft-embedding-scale` is `draft_embedding_scale` here."""
 
 
+OWN = "own"
+"""The draft that a target's short name brings."""
+
+
 def name_methods(config: EvaluateConfig) -> dict[str, str]:
     """Label -> draft and its settings, plain decoding first.
 
@@ -26,7 +30,7 @@ def name_methods(config: EvaluateConfig) -> dict[str, str]:
     """
     given = config.methods
     if not given and config.target in PAIRS:
-        given = (PAIRS[config.target].draft,)
+        given = (f"{Path(PAIRS[config.target].draft).name}={OWN}",)
     methods = {PLAIN: PLAIN}
     for method in given:
         label, mark, draft = method.partition("=")
@@ -69,7 +73,12 @@ def _serve_config(config: EvaluateConfig, method: str) -> ServeConfig:
             settings[name] = float(value) if "." in value else int(value)
         except ValueError:
             raise ConfigError(f"{method!r}: {name} is {value!r}, expected a number") from None
+    if draft == OWN and config.target not in PAIRS:
+        raise ConfigError(
+            f"the target {config.target} brings no draft of its own; short names that do are "
+            f"{', '.join(sorted(PAIRS))}"
+        )
     return ServeConfig(
-        target=config.target, draft=draft, dtype=config.dtype, kernels=config.kernels,
+        target=config.target, draft=None if draft == OWN else draft, dtype=config.dtype, kernels=config.kernels,
         thinking=config.thinking, **settings,
     )  # fmt: skip

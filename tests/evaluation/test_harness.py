@@ -210,7 +210,7 @@ def test_records_of_other_settings_are_refused(config):
 
 
 def test_methods_are_named_by_label_folder_or_short_name(config):
-    assert name_methods(EvaluateConfig(target="demo")).keys() == {"none", "qwen35-mmflash"}
+    assert name_methods(EvaluateConfig()) == {"none": "none", "qwen35-mmflash": "own"}
     named = name_methods(dataclasses.replace(config, methods=("a/x", "org/y", "z=b/x", "none")))
     assert named == {"none": "none", "x": "a/x", "y": "org/y", "z": "b/x"}
     with pytest.raises(ConfigError, match="methods a/x and b/x are both called 'x'"):
@@ -231,8 +231,11 @@ def test_settings_of_a_draft(config, caplog):
     assert scaled.plan.drafter.config.input_embedding_scale == 2.0
     assert "a draft has no setting 'draft_size'; known are draft_embedding_scale" in caplog.text
     assert "a draft has no setting 'batch'" in caplog.text
-    _, failed = load_methods(config, {"none": "none", "c": f"{draft},draft_embedding_scale=much"})
+    bad = {"none": "none", "c": f"{draft},draft_embedding_scale=much", "d": "own"}
+    loaded, failed = load_methods(config, bad)
     assert failed
+    assert list(loaded) == ["none"]
+    assert f"the target {config.target} brings no draft of its own" in caplog.text
     assert "draft_embedding_scale is 'much', expected a number" in caplog.text
 
 
