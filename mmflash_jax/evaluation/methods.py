@@ -79,6 +79,6 @@ def _serve_config(config: EvaluateConfig, method: str) -> ServeConfig:
             f"{', '.join(sorted(PAIRS))}"
         )
     return ServeConfig(
-        target=config.target, draft=None if draft == OWN else draft, dtype=config.dtype, kernels=config.kernels,
-        thinking=config.thinking, **settings,
+        target=config.target, draft=None if draft == OWN else draft, dtype=config.dtype,
+        kernels=config.kernels, thinking=config.thinking, **settings,
     )  # fmt: skip

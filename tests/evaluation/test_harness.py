@@ -11,6 +11,7 @@ from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.drafters import DFlash
 from mmflash_jax.engine.offline import Answers
+from mmflash_jax.engine.planning import cache_bytes
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.evaluation import __main__ as command
 from mmflash_jax.evaluation import harness, workload
@@ -18,6 +19,7 @@ from mmflash_jax.evaluation.batch import load
 from mmflash_jax.evaluation.benchmarks import BenchmarkError
 from mmflash_jax.evaluation.evaluate_config import EvaluateConfig
 from mmflash_jax.evaluation.harness import evaluate
+from mmflash_jax.evaluation.in_flight import shape_for
 from mmflash_jax.evaluation.methods import load_methods, name_methods
 from mmflash_jax.evaluation.records import Record
 from mmflash_jax.weights.hf_config import ConfigError
@@ -122,6 +124,13 @@ def test_a_killed_run_keeps_finished_cells(config, monkeypatch):
     assert len(asked) == 5, "nothing lacked"
 
 
+def test_the_command_tells_what_it_cannot_begin(monkeypatch, capsys):
+    monkeypatch.setattr("mmflash_jax.compilation.keep_compiled_programs", lambda: None)
+    monkeypatch.setattr("sys.argv", ["evaluation", "--benchmarks", "VQA=x"])
+    assert command.main() == 2
+    assert capsys.readouterr().err.startswith("error: there is no benchmark 'VQA'; known are")
+
+
 @pytest.mark.parametrize("ends", [False, True], ids=["a wrong id", "an answer cut short"])
 def test_no_speedup_without_parity(config, monkeypatch, ends, capsys):
     honest = harness.answer_in_flight
@@ -175,6 +184,18 @@ def test_what_cannot_be_had_is_told_and_the_rest_is_measured(config, tmp_path, c
     assert errors[2].startswith(f"ChartQA: {tmp_path / 'empty'} holds none of ")
     assert records[0]["path"] == str(tmp_path / "mmstar")
     assert records[0]["graded"] == 2
+
+
+def test_numbers_in_flight_that_do_not_fit_are_told(config, monkeypatch, caplog):
+    config = dataclasses.replace(config, concurrency=(2, 64), methods=())
+    session = load(ServeConfig(target=config.target, draft="none"))
+    work = workload.make_workload(config, session, "charts", None)
+    needed = sum(cache_bytes(session.plan, shape_for(work.prompts, 2)))
+    monkeypatch.setattr(harness, "free_memory", lambda: 4 * needed)
+    records, failed = evaluate(config)
+    assert failed
+    assert cells(records) == [("none", "charts", 2)]
+    assert "charts with 64 in flight: 64 rows (--batch) of " in caplog.text
 
 
 def test_a_question_that_cannot_be_asked_is_left_out(config, tmp_path, caplog):
