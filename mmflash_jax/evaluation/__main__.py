@@ -16,7 +16,7 @@ from mmflash_jax.evaluation.evaluate_config import EvaluateConfig
 
 def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    config = tyro.cli(EvaluateConfig, description=__doc__)
+    config = tyro.cli(EvaluateConfig, description=__doc__, prog="python -m mmflash_jax.evaluation")
     # As in serve.py: no advice about PyTorch, and --help answers at once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from mmflash_jax.compilation import keep_compiled_programs

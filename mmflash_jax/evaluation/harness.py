@@ -35,6 +35,7 @@ def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
         BenchmarkError: there is no such benchmark, or it has no path.
         ValueError, OSError: the target cannot be loaded.
     """
+    commit()
     methods = name_methods(config)
     named = name_benchmarks(config)
     sessions, failed = load_methods(config, methods)

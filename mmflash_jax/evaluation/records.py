@@ -4,6 +4,7 @@ Records are JSON lines, written as soon as they are known. A run that was killed
 on with the others.
 """
 
+import functools
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,8 +95,12 @@ def _reason(wrong: Sequence[Divergence], questions: Sequence[Question], dtype: s
     )
 
 
+@functools.cache
 def commit() -> str | None:
-    """The commit of this checkout, with `-dirty` if files differ; None where there is none."""
+    """The commit of this checkout, with `-dirty` if files differ; None where there is none.
+
+    It is read once: files may change while a long run goes on.
+    """
     told = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,

@@ -221,7 +221,7 @@ def main() -> int:
             return 2
         return 0
 
-    return tyro.cli(join, description=__doc__)
+    return tyro.cli(join, description=__doc__, prog="python -m mmflash_jax.evaluation.tables")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from mmflash_jax.evaluation.acceptance import pooled_tau
 from mmflash_jax.evaluation.in_flight import answer_in_flight, shape_for, warm_up
 from mmflash_jax.load import load_target
 from tests import tiny
+from tests.decode import drafters
 from tests.drafts import draft_for, random_params, two_layer_target
 
 TEXTS = ("Hi", "What is on the left of this picture, please?", "Why?", "x", "Name a town.")
@@ -100,3 +101,13 @@ def test_plain_decoding_goes_the_same_way(setup):
     answers = answer_in_flight(plain, params, prompts, shape_for(prompts, 3))
     assert [c.token_ids for c in answers.completions] == [c.token_ids for c in expected]
     assert pooled_tau(answers.completions) == 1.0
+
+
+def test_any_drafter_goes_the_same_way(setup):
+    """Even one that guesses at random and is of another kind."""
+    plan, params, prompts, expected = setup
+    guesses = drafters.random([[]] * 3)
+    other = Plan(plan.target, drafters.Scripted(), plan.stop_ids)
+    answers = answer_in_flight(other, params | {"drafter": guesses}, prompts, shape_for(prompts, 3))
+    assert [c.token_ids for c in answers.completions] == [c.token_ids for c in expected]
+    assert {len(c.committed) for c in answers.completions} == {8}
