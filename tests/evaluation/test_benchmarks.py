@@ -178,6 +178,13 @@ def test_missing_parts_are_named(tmp_path):
         read("ChartQA", tmp_path)
 
 
+def test_one_of_two_files_is_half_a_benchmark(tmp_path):
+    copies.chartqa_release(tmp_path)
+    (tmp_path / "ChartQA Dataset" / "test" / "test_human.json").unlink()
+    with pytest.raises(BenchmarkError, match=r"ChartQA: .*/test lacks test_human.json. Download"):
+        read("ChartQA", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "make", "gone", "fix"),
     [

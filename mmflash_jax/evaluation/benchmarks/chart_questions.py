@@ -44,6 +44,7 @@ CHARTQA = Benchmark(
         "test/test_*.json",
         "ChartQA Dataset/test/test_*.json",
     ),
+    together=("test_augmented.json", "test_human.json"),
     columns={"question": ("query", "question"), "answer": ("label", "answer")},
     optional={"id": ("index",)},
     pictures=("image", "imgname", "image_path"),

@@ -35,6 +35,7 @@ class Benchmark:
 
     source: where a copy comes from, for messages.
     files: patterns of its scored split; those of the first one that matches are read.
+    together: names of files of which none may be there alone.
     columns: our name of what a question needs -> what files call it; the first one present counts.
     optional: the same of what only some layouts or rows have.
     pictures: columns that hold or name the picture, best first.
@@ -47,6 +48,7 @@ class Benchmark:
     name: str
     source: str
     files: tuple[str, ...]
+    together: tuple[str, ...] = ()
     columns: Mapping[str, tuple[str, ...]]
     optional: Mapping[str, tuple[str, ...]]
     pictures: tuple[str, ...]
@@ -79,15 +81,22 @@ class Benchmark:
             raise BenchmarkError(f"{self.name}: there is no folder or file {path}")
         for pattern in self.files:
             if found := sorted(path.glob(pattern)):
-                self._check_shards(found)
+                self._check_whole(found)
                 return found
         raise BenchmarkError(
             f"{self.name}: {path} holds none of {', '.join(self.files)}. Download {self.source} "
             "there, or name a file of it"
         )
 
-    def _check_shards(self, files: Sequence[Path]) -> None:
-        """Every `NAME-00001-of-00003` that is there must have its siblings."""
+    def _check_whole(self, files: Sequence[Path]) -> None:
+        """Files that belong together, and every `NAME-00001-of-00003`, must have their siblings."""
+        names = {file.name for file in files}
+        absent = [name for name in self.together if name not in names]
+        if absent and names & set(self.together):
+            raise BenchmarkError(
+                f"{self.name}: {files[0].parent} lacks {', '.join(absent)}. Download the rest of "
+                f"{self.source}"
+            )
         here: dict[tuple[str, str], set[str]] = {}
         for file in files:
             if shard := _SHARD.match(file.name):
