@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.drafters import DFlash
+from mmflash_jax.drafters import Anchor, Context, DFlash
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.weights import export_params, write_checkpoint
 from tests import tiny
@@ -52,6 +53,22 @@ def draft_for(target_folder: Path, **changes: Any) -> DFlash:
     for name, value in changes.items():
         (own if name in own else config)[name] = value
     return DFlash.from_hf(config, "float32")
+
+
+def context_of(features: Any, length: Any, count: Any) -> Context:
+    """What a draft takes in that reads features alone; positions are plain indices."""
+    features, length = jnp.asarray(features), jnp.asarray(length)
+    index = length[:, None] + jnp.arange(features.shape[1])
+    rows = jnp.zeros((*index.shape, 1))
+    return Context(
+        features=features, rows=rows, positions=index[None], length=length, count=jnp.asarray(count)
+    )
+
+
+def anchor_of(ids: Any, length: Any) -> Anchor:
+    """Anchors of rows whose rotary positions are plain indices."""
+    length = jnp.asarray(length)
+    return Anchor(ids=jnp.asarray(ids), length=length, positions=length[None])
 
 
 def random_params(drafter: DFlash, seed: int = 0) -> Params:

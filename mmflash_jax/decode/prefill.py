@@ -26,6 +26,7 @@ from mmflash_jax.decode.buckets import bucket, chunk_widths
 from mmflash_jax.decode.logprobs import no_logprobs, note
 from mmflash_jax.decode.records import ABSENT, RUNNING, DecodeState, PatchedImage, Plan, Prompt
 from mmflash_jax.decode.sampling import GREEDY, Sampling, choose, gather
+from mmflash_jax.drafters import Context
 from mmflash_jax.layers.schema import Params
 
 CHUNK = 512
@@ -220,9 +221,16 @@ def prefill_chunk(
         capture=plan.drafter.capture,
     )
     last = jnp.take_along_axis(out.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+    context = Context(
+        features=out.features,
+        rows=plan.target.embed_raw(params["target"], ids, media, media_idx),
+        positions=positions,
+        length=length,
+        count=count,
+    )
     return PrefillState(
         cache=out.cache,
-        draft=plan.drafter.absorb(params["drafter"], state.draft, out.features, length, count),
+        draft=plan.drafter.absorb(params["drafter"], state.draft, context),
         last=jnp.where(count[:, None] > 0, last, state.last),
     )
 

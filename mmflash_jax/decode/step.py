@@ -9,14 +9,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 from mmflash_jax.decode.accept import accept
 from mmflash_jax.decode.adjust import count_tokens
 from mmflash_jax.decode.logprobs import note
 from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verification
 from mmflash_jax.decode.sampling import choose
-from mmflash_jax.drafters import Heads, Proposal
+from mmflash_jax.drafters import Anchor, Context, Heads, Proposal
 from mmflash_jax.layers.schema import Params
 
 
@@ -28,20 +28,24 @@ def borrow_heads(plan: Plan, params: Params) -> Heads:
     )
 
 
-def _pick(plan: Plan, state: DecodeState, logits: Array) -> Array:
+def _pick(plan: Plan, state: DecodeState, logits: Array, first: int | Array = 0) -> Array:
     """A draft's ids for the next places of each answer, by the rule that the target's follow."""
-    place = state.num_tokens[:, None] + jnp.arange(logits.shape[1])
+    place = state.num_tokens[:, None] + first + jnp.arange(logits.shape[1])
     return choose(plan.tokens_only(logits), state.sampling, place, state.adjustments)
+
+
+def _positions(plan: Plan, state: DecodeState, count: int) -> Int[Array, "A B count"]:
+    """Rotary positions of the anchor and the tokens after it, `count` in all."""
+    index = state.length[:, None] + jnp.arange(count)
+    return jnp.broadcast_to(
+        index + state.rope_shift[:, None], (plan.target.position_axes, *index.shape)
+    )
 
 
 def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
     """Advance every running row by 1 .. block tokens."""
     with jax.named_scope("propose"):
-        heads = borrow_heads(plan, params)
-        heads = dataclasses.replace(heads, pick=functools.partial(_pick, plan, state))
-        proposal = plan.drafter.propose(
-            params["drafter"], state.draft, state.anchor, state.length, heads
-        )
+        proposal = propose(plan, params, state)
     with jax.named_scope("verify"):
         verification = verify(plan, params, state, proposal)
     with jax.named_scope("accept"):
@@ -51,20 +55,29 @@ def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
         return commit(plan, params, state, verification, acceptance)
 
 
+def propose(plan: Plan, params: Params, state: DecodeState) -> Proposal:
+    """The draft's ids for the tokens after each anchor."""
+    heads = dataclasses.replace(
+        borrow_heads(plan, params),
+        pick=functools.partial(_pick, plan, state),
+        keys_values=functools.partial(plan.target.keys_values, state.cache),
+    )
+    anchor = Anchor(
+        ids=state.anchor, length=state.length, positions=_positions(plan, state, 1)[..., 0]
+    )
+    return plan.drafter.propose(params["drafter"], state.draft, anchor, heads)
+
+
 def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -> Verification:
     """One target pass over the anchor and its drafts."""
     target = plan.target
     block = plan.drafter.block
     ids = jnp.concatenate([state.anchor[:, None], proposal.ids], axis=1)
     ids = jnp.pad(ids, ((0, 0), (0, plan.width(len(ids)) - block)))
-    index = state.length[:, None] + jnp.arange(ids.shape[1])
-    positions = jnp.broadcast_to(
-        index + state.rope_shift[:, None], (target.position_axes, *index.shape)
-    )
     out = target.forward(
         params["target"],
         target.embed(params["target"], ids),
-        positions,
+        _positions(plan, state, ids.shape[1]),
         state.cache,
         state.length,
         jnp.where(state.running, block, 0),
@@ -93,6 +106,14 @@ def commit(
         place < count[:, None], state.num_tokens[:, None] + place, state.tokens.shape[1]
     )
     last = jnp.take_along_axis(acceptance.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    kept = jnp.concatenate([state.anchor[:, None], acceptance.ids[:, :-1]], axis=1)
+    context = Context(
+        features=verification.features,
+        rows=plan.target.embed_raw(params["target"], kept),
+        positions=_positions(plan, state, kept.shape[1]),
+        length=state.length,
+        count=count,
+    )
     return dataclasses.replace(
         state,
         tokens=state.tokens.at[rows, slot].set(acceptance.ids, mode="drop"),
@@ -104,9 +125,7 @@ def commit(
         committed=state.committed + (jnp.arange(state.committed.shape[1]) == count[:, None] - 1),
         drafted=state.drafted.at[rows, slot].set(place < acceptance.drafted[:, None], mode="drop"),
         cache=plan.target.commit(verification.cache, count),
-        draft=plan.drafter.absorb(
-            params["drafter"], state.draft, verification.features, state.length, count
-        ),
+        draft=plan.drafter.absorb(params["drafter"], state.draft, context),
         adjustments=count_tokens(state.adjustments, acceptance.ids, count),
         logprobs=note(state.logprobs, verification.logits, acceptance.ids, slot),
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.layers.cache import CachedKeys
 from mmflash_jax.layers.schema import Params
 
 DraftState = Any
@@ -19,29 +20,75 @@ class FitError(ValueError):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
+class Context:
+    """Decided tokens that the target has run, as a draft takes them in.
+
+    features: `[B, T, captured * D]`, what `capture` asks for.
+    rows: `[B, T, D]` of the token table, media features in place, as `Target.embed_raw` gives them.
+    positions: int32 `[A, B, T]`, the target's rotary positions.
+    length: int32 `[B]`, index of the first of these tokens.
+    count: int32 `[B]`, how many of the T are real.
+
+    What a draft does not read is not computed: all of this is made inside `jax.jit`.
+    """
+
+    features: Float[Array, "B T features"]
+    rows: Float[Array, "B T D"]
+    positions: Int[Array, "A B T"]
+    length: Int[Array, " B"]
+    count: Int[Array, " B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Anchor:
+    """The last known token of each row: decided, but in no cache yet.
+
+    ids: int32 `[B]`.
+    length: int32 `[B]`, its index; all tokens before it have been absorbed.
+    positions: int32 `[A, B]`, its rotary position in the target. A later token's is that much
+        further on as its index.
+    """
+
+    ids: Int[Array, " B"]
+    length: Int[Array, " B"]
+    positions: Int[Array, "A B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
 class Proposal:
     """Drafted ids `[B, block - 1]` for the positions after the anchor."""
 
     ids: Array
 
 
-def most_likely(logits: Array) -> Array:
+def most_likely(logits: Array, first: int | Array = 0) -> Array:
     """The id of the largest logit, the lowest among equals: `[..., V]` -> `[...]`."""
+    del first
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _no_cache(kind: str) -> CachedKeys:
+    raise ValueError(f"keys and values of {kind} are asked for where no target has a cache")
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The target's token table and output head, which a draft borrows, and its way of choosing.
+    """What a draft borrows of the target: its token table, output head, way of choosing, and cache.
 
     embed: ids `[B, T]` -> unscaled rows `[B, T, D]`.
     logits: hidden `[..., D]` -> fp32 logits `[..., V]` without soft cap.
-    pick: draft logits `[B, drafts, V]` -> ids, by the rule that the target's tokens are chosen by.
+    pick: draft logits `[B, T, V]` of the drafts from number `first` on (0: the one right after the
+        anchor) -> ids, by the rule that the target's tokens are chosen by.
+    keys_values: what the last layer of a kind ("full_attention", "sliding_attention") reads of the
+        tokens before the anchor (`Target.keys_values`).
     """
 
     embed: Callable[[Array], Array]
     logits: Callable[[Array], Array]
-    pick: Callable[[Array], Array] = most_likely
+    pick: Callable[..., Array] = most_likely
+    keys_values: Callable[[str], CachedKeys] = _no_cache
 
 
 @runtime_checkable
@@ -55,31 +102,18 @@ class Drafter(Protocol):
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """Target layers whose raw outputs the drafter reads, 0-based, in order."""
+        """Target layers whose raw outputs the drafter reads, 0-based, in order; `AFTER_NORM`
+        (layers/capture.py) stands for the hidden state after the final norm."""
         ...
 
     def init_state(self, batch: int, capacity: int) -> DraftState:
         """State of rows that have absorbed nothing."""
         ...
 
-    def absorb(
-        self,
-        params: Params,
-        state: DraftState,
-        features: Float[Array, "B T features"],
-        length: Int[Array, " B"],
-        count: Int[Array, " B"],
-    ) -> DraftState:
-        """Take in features of the first `count` tokens from position `length` on."""
+    def absorb(self, params: Params, state: DraftState, context: Context) -> DraftState:
+        """Take in the first `count` tokens from index `length` on, which follow those before."""
         ...
 
-    def propose(
-        self,
-        params: Params,
-        state: DraftState,
-        anchor: Int[Array, " B"],
-        length: Int[Array, " B"],
-        heads: Heads,
-    ) -> Proposal:
-        """Draft the block whose anchor sits at position `length`; the state does not change."""
+    def propose(self, params: Params, state: DraftState, anchor: Anchor, heads: Heads) -> Proposal:
+        """Draft the tokens after the anchor; the state does not change."""
         ...

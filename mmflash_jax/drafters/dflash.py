@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.drafters.base import FitError, Heads, Proposal
+from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash_config import Config, Layer
 from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
@@ -259,15 +259,9 @@ class DFlash:
             k=tuple(k.swapaxes(1, 2) for k, _ in rows), v=tuple(v.swapaxes(1, 2) for _, v in rows)
         )
 
-    def absorb(
-        self,
-        params: Params,
-        state: DFlashState,
-        features: Float[Array, "B T features"],
-        length: Int[Array, " B"],
-        count: Int[Array, " B"],
-    ) -> DFlashState:
-        rows = self.model(params).context(features, length)
+    def absorb(self, params: Params, state: DFlashState, context: Context) -> DFlashState:
+        length, count = context.length, context.count
+        rows = self.model(params).context(context.features, length)
         return DFlashState(
             k=tuple(
                 write_rows(c, k, length, count) for c, (k, _) in zip(state.k, rows, strict=True)
@@ -277,16 +271,9 @@ class DFlash:
             ),
         )
 
-    def propose(
-        self,
-        params: Params,
-        state: DFlashState,
-        anchor: Int[Array, " B"],
-        length: Int[Array, " B"],
-        heads: Heads,
-    ) -> Proposal:
-        ids = block_ids(anchor[:, None], self.config)
-        hidden = self.denoise(params, state, ids, length[:, None], heads)
+    def propose(self, params: Params, state: DFlashState, anchor: Anchor, heads: Heads) -> Proposal:
+        ids = block_ids(anchor.ids[:, None], self.config)
+        hidden = self.denoise(params, state, ids, anchor.length[:, None], heads)
         # The anchor's own row predicts nothing; row k predicts the token at its own position.
         return Proposal(ids=heads.pick(self.logits(hidden[:, 0, 1:], heads)))
 

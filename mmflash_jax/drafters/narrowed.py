@@ -1,12 +1,10 @@
 """A drafter of which only the first drafts are verified: cheaper steps, fewer tokens each."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from mmflash_jax.drafters.base import Drafter, DraftState, Heads, Proposal
+from mmflash_jax.drafters.base import Anchor, Context, Drafter, DraftState, Heads, Proposal
 from mmflash_jax.layers.schema import Params
 
 
@@ -33,21 +31,11 @@ class Narrowed:
     def init_state(self, batch: int, capacity: int) -> DraftState:
         return self.drafter.init_state(batch, capacity)
 
-    def absorb(
-        self,
-        params: Params,
-        state: DraftState,
-        features: Float[Array, "B T features"],
-        length: Int[Array, " B"],
-        count: Int[Array, " B"],
-    ) -> DraftState:
-        return self.drafter.absorb(params, state, features, length, count)
+    def absorb(self, params: Params, state: DraftState, context: Context) -> DraftState:
+        return self.drafter.absorb(params, state, context)
 
-    def propose(
-        self, params: Params, state: Any, anchor: Int[Array, " B"], length: Int[Array, " B"],
-        heads: Heads,
-    ) -> Proposal:  # fmt: skip
+    def propose(self, params: Params, state: DraftState, anchor: Anchor, heads: Heads) -> Proposal:
         if self.width == 1:
-            return Proposal(ids=jnp.zeros((anchor.shape[0], 0), jnp.int32))
-        proposal = self.drafter.propose(params, state, anchor, length, heads)
+            return Proposal(ids=jnp.zeros((anchor.ids.shape[0], 0), jnp.int32))
+        proposal = self.drafter.propose(params, state, anchor, heads)
         return Proposal(ids=proposal.ids[:, : self.width - 1])

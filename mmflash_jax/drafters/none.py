@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
-from mmflash_jax.drafters.base import Heads, Proposal
+from mmflash_jax.drafters.base import Anchor, Context, Heads, Proposal
 from mmflash_jax.layers.schema import Params
 
 
@@ -19,14 +18,8 @@ class NoDraft:
     def init_state(self, batch: int, capacity: int) -> tuple[()]:
         return ()
 
-    def absorb(
-        self, params: Params, state: tuple[()], features: Float[Array, "B T 0"],
-        length: Int[Array, " B"], count: Int[Array, " B"],
-    ) -> tuple[()]:  # fmt: skip
+    def absorb(self, params: Params, state: tuple[()], context: Context) -> tuple[()]:
         return state
 
-    def propose(
-        self, params: Params, state: tuple[()], anchor: Int[Array, " B"],
-        length: Int[Array, " B"], heads: Heads,
-    ) -> Proposal:  # fmt: skip
-        return Proposal(ids=jnp.zeros((anchor.shape[0], 0), jnp.int32))
+    def propose(self, params: Params, state: tuple[()], anchor: Anchor, heads: Heads) -> Proposal:
+        return Proposal(ids=jnp.zeros((anchor.ids.shape[0], 0), jnp.int32))

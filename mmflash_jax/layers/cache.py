@@ -17,6 +17,14 @@ class AttentionCache:
     v: Array
 
 
+@dataclass(frozen=True, kw_only=True)
+class CachedKeys:
+    """Keys and values of committed tokens, and whether they lie in a ring (`block_attention`)."""
+
+    cache: AttentionCache
+    ring: bool
+
+
 def empty_cache(batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype) -> AttentionCache:
     """A cache that holds nothing."""
     shape = (batch, heads, slots, width)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.layers.cache import CachedKeys
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.weights import Rule
 
@@ -26,7 +27,8 @@ class TargetOutput:
     """Result of one target pass over T tokens a row.
 
     hidden: `[B, T, D]` after the final norm, what `logits` takes.
-    features: `[B, T, captured * D]` raw outputs of the captured layers, in the asked order.
+    features: `[B, T, captured * D]` raw outputs of the captured layers, in the asked order; for
+        `AFTER_NORM` (layers/capture.py) it is `hidden`.
     cache: after `prefill`, valid for exactly the real tokens; after `forward`, uncommitted.
     """
 
@@ -115,8 +117,15 @@ class Target(Protocol):
         """Input embeddings, media rows in place of tokens whose `media_idx` is not negative."""
         ...
 
-    def embed_raw(self, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Rows of the token table without any scale: what a draft receives."""
+    def embed_raw(
+        self,
+        params: Params,
+        ids: Int[Array, "B T"],
+        media: Float[Array, "M D"] | None = None,
+        media_idx: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Rows of the token table without any scale: what a draft receives. Media rows are such
+        that the target's scale, if it has one, makes them what `embed` gives."""
         ...
 
     def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
@@ -173,4 +182,9 @@ class Target(Protocol):
         Of a tree they are the first nodes of `path`, each the parent of the next. The cache is then
         that of these tokens run as a chain. Entries behind `keep` may be any nodes.
         """
+        ...
+
+    def keys_values(self, cache: Cache, kind: str) -> CachedKeys:
+        """What the last layer of a kind ("full_attention", "sliding_attention") reads of committed
+        tokens, for a draft without keys of its own."""
         ...

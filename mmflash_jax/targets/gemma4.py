@@ -17,7 +17,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
+from mmflash_jax.layers.cache import AttentionCache, CachedKeys, empty_cache, write_cache
+from mmflash_jax.layers.capture import join_captured
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import GeGLU, gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
@@ -262,8 +263,19 @@ class Gemma4:
         mixed = model.per_layer_projection_norm(mixed.reshape(shape))
         return Embedded(x=x, per_layer=_times(mixed + own.reshape(shape), 2.0**-0.5))
 
-    def embed_raw(self, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self._model(params).embed_tokens(ids)
+    def embed_raw(
+        self,
+        params: Params,
+        ids: Int[Array, "B T"],
+        media: Float[Array, "M D"] | None = None,
+        media_idx: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        table = self._model(params).embed_tokens
+        if media is None or media_idx is None:
+            return table(ids)
+        text = table(jnp.where(media_idx < 0, ids, self.config.pad_token_id))
+        placed = _times(media[jnp.maximum(media_idx, 0)], self.config.hidden_size**-0.5)
+        return jnp.where((media_idx < 0)[..., None], text, placed.astype(text.dtype))
 
     def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Soft cap in fp32; transformers caps in the dtype of the weights, where logits tie."""
@@ -318,11 +330,11 @@ class Gemma4:
                 contexts[index] = context
             if index in capture:
                 captured[index] = stream
-        features = [captured[index] for index in capture] or [stream[..., :0]]
         made = tuple(contexts.values())
+        hidden = model.norm(stream)
         return TargetOutput(
-            hidden=model.norm(stream),
-            features=jnp.concatenate(features, axis=-1),
+            hidden=hidden,
+            features=join_captured(captured, capture, hidden),
             cache=self._written(made, length, count)
             if parents is None
             else TreeCache(layers=made, length=length),
@@ -360,6 +372,12 @@ class Gemma4:
                 for rows, ring in zip(cache.layers, self._rings, strict=True)
             )
         )
+
+    def keys_values(self, cache: Cache, kind: str) -> CachedKeys:
+        makers = [layer for index, layer in enumerate(self.config.layers) if layer.source == index]
+        ring = kind == "sliding_attention"
+        last = max(i for i, layer in enumerate(makers) if (layer.window is not None) == ring)
+        return CachedKeys(cache=cache.layers[last], ring=ring)
 
     def weight_rules(self) -> list[Rule]:
         prefix = "model.language_model."

@@ -17,11 +17,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
-from mmflash_jax.layers.linear import Embedding, linear
+from mmflash_jax.layers.cache import AttentionCache, CachedKeys, empty_cache
+from mmflash_jax.layers.capture import join_captured
+from mmflash_jax.layers.gated_attention import GatedAttention
+from mmflash_jax.layers.linear import Embedding
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
-from mmflash_jax.layers.rotary import apply_rotary, mrope_angles
+from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
 from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
 from mmflash_jax.targets.base import TargetOutput
@@ -36,7 +38,7 @@ from mmflash_jax.targets.qwen3_5_delta import (
 from mmflash_jax.towers.qwen3_5_vision import VisionTower
 from mmflash_jax.towers.qwen3_5_vision import weight_rules as tower_rules
 from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule
-from pallas_kernels import Kernels, block_attention
+from pallas_kernels import Kernels
 
 
 @jax.tree_util.register_dataclass
@@ -46,41 +48,6 @@ class Cache:
 
     layers: tuple[AttentionCache | DeltaCache, ...]
     pending: Array
-
-
-class GatedAttention(nnx.Module):
-    """Full attention with normed queries and keys and a sigmoid gate on its output."""
-
-    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.heads, self.head_dim = config.num_attention_heads, config.head_dim
-        self.kv_heads = config.num_key_value_heads
-        width, inner = config.hidden_size, self.heads * self.head_dim
-        kv = self.kv_heads * self.head_dim
-        self.q_proj = linear(width, 2 * inner, dtype=dtype, rngs=rngs)
-        self.k_proj = linear(width, kv, dtype=dtype, rngs=rngs)
-        self.v_proj = linear(width, kv, dtype=dtype, rngs=rngs)
-        self.o_proj = linear(inner, width, dtype=dtype, rngs=rngs)
-        self.q_norm = ZeroCentredRMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.k_norm = ZeroCentredRMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], cache: AttentionCache, now: Pass
-    ) -> tuple[Float[Array, "B T D"], AttentionCache | BlockRows]:
-        B, T, _ = x.shape
-        # Query and gate sit side by side inside each head, not in two halves of the projection.
-        q, gate = jnp.split(self.q_proj(x).reshape(B, T, self.heads, -1), 2, axis=-1)
-        k = self.k_proj(x).reshape(B, T, self.kv_heads, -1)
-        v = self.v_proj(x).reshape(B, T, self.kv_heads, -1)
-        q = apply_rotary(self.q_norm(q), now.angles)
-        k = apply_rotary(self.k_norm(k), now.angles)
-        mixed = block_attention(
-            q, k_cache=cache.k, v_cache=cache.v, k_block=k, v_block=v, length=now.length,
-            parents=now.parents, scale=self.head_dim**-0.5, causal=True, kernels=now.kernels,
-        )  # fmt: skip
-        gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
-        if now.parents is not None:
-            return self.o_proj(gated), BlockRows(cache=cache, k=k, v=v)
-        return self.o_proj(gated), write_cache(cache, k, v, now.length, now.count)
 
 
 class DecoderLayer(nnx.Module):
@@ -101,7 +68,9 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Any]:
         normed = self.input_layernorm(x)
         if isinstance(cache, AttentionCache):
-            mixed, cache = self.self_attn(normed, cache, now)
+            mixed, cache = self.self_attn(
+                normed, cache, now.angles, now.length, now.count, now.kernels, now.parents
+            )
         else:
             mixed, cache = self.linear_attn(normed, cache, now, decided=decided)
         x = x + mixed
@@ -231,8 +200,8 @@ class Qwen35:
         placed = media[jnp.maximum(media_idx, 0)].astype(text.dtype)
         return jnp.where((media_idx < 0)[..., None], text, placed)
 
-    def embed_raw(self, params: Params, ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self._model(params).embed_tokens(ids)
+    # The table has no scale.
+    embed_raw = embed
 
     def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         return self.logits_raw(params, hidden)
@@ -289,6 +258,11 @@ class Qwen35:
 
         return Cache(layers=tuple(layer(one) for one in cache.layers), pending=pending)
 
+    def keys_values(self, cache: Cache, kind: str) -> CachedKeys:
+        del kind  # There is one: full attention.
+        made = [layer for layer in cache.layers if isinstance(layer, AttentionCache)]
+        return CachedKeys(cache=made[-1], ring=False)
+
     def _run(
         self, params: Params, x: Float[Array, "B T D"], positions: Int[Array, "3 B T"],
         cache: Cache, length: Int[Array, " B"], count: Int[Array, " B"],
@@ -308,16 +282,15 @@ class Qwen35:
             layers.append(layer_cache)
             if index in capture:
                 captured[index] = x
-        features = [captured[index] for index in capture] or [x[..., :0]]
+        hidden = model.norm(x)
         # Nothing of a drafted block is kept until `commit` says so.
         after = (
             Cache(layers=tuple(layers), pending=jnp.zeros_like(cache.pending))
             if parents is None
             else TreeCache(layers=tuple(layers), length=length)
         )
-        return TargetOutput(
-            hidden=model.norm(x), features=jnp.concatenate(features, axis=-1), cache=after
-        )
+        features = join_captured(captured, capture, hidden)
+        return TargetOutput(hidden=hidden, features=features, cache=after)
 
     def weight_rules(self) -> list[Rule]:
         prefix = "model.language_model."

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.drafters import Heads, Proposal
+from mmflash_jax.drafters import Anchor, Context, Heads, Proposal
 from mmflash_jax.layers.cache import write_rows
 
 PLACES = 256
@@ -44,7 +44,8 @@ class Scripted:
             writes=jnp.zeros((batch, capacity), jnp.int32),
         )
 
-    def absorb(self, params: Any, state: Seen, features: Any, length: Any, count: Any) -> Seen:
+    def absorb(self, params: Any, state: Seen, context: Context) -> Seen:
+        features, length, count = context.features, context.length, context.count
         place = jnp.arange(features.shape[1])
         capacity = state.writes.shape[1]
         slot = jnp.where(place < count[:, None], length[:, None] + place, capacity)
@@ -54,7 +55,8 @@ class Scripted:
             writes=state.writes.at[rows, slot].add(1, mode="drop"),
         )
 
-    def propose(self, params: Any, state: Seen, anchor: Any, length: Any, heads: Heads) -> Proposal:
+    def propose(self, params: Any, state: Seen, anchor: Anchor, heads: Heads) -> Proposal:
+        length = anchor.length
         draft = jnp.arange(self.block - 1)
         place = jnp.minimum(length[:, None] + 1 + draft, PLACES - 1)
         ids = jnp.take_along_axis(params["ids"], place, axis=1)

@@ -10,7 +10,7 @@ import numpy as np
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import ABSENT, LENGTH, RUNNING, STOP, DecodeState, Plan, Prompt
-from mmflash_jax.decode.step import borrow_heads, step
+from mmflash_jax.decode.step import propose, step
 from tests.decode.drafters import Seen
 from tests.targets.meaning import assert_same_meaning, logical
 
@@ -104,11 +104,7 @@ def meaning(plan: Plan, params: Any, state: DecodeState) -> list[list[np.ndarray
 @functools.partial(jax.jit, static_argnames="plan")
 def proposals(plan: Plan, params: Any, state: DecodeState) -> Any:
     """Ids that the drafter would propose now."""
-    heads = borrow_heads(plan, params)
-    drafted = plan.drafter.propose(
-        params["drafter"], state.draft, state.anchor, state.length, heads
-    )
-    return drafted.ids
+    return propose(plan, params, state).ids
 
 
 _SMALL = (

@@ -8,6 +8,7 @@ import pytest
 from mmflash_jax.drafters import Heads
 from tests.drafters import zlab
 from tests.drafters.zlab import FULL, SLIDING
+from tests.drafts import anchor_of, context_of
 from tests.tolerances import LAYER, MODEL, assert_close
 
 SOME = {"target_layer_ids": [0, 2], "block_size": 8}
@@ -67,7 +68,7 @@ def absorb_all(drafter, params, features, pieces):
         part = np.full((len(features), width, features[0].shape[1]), 1e4, np.float32)
         for row, piece in enumerate(features):
             part[row, : count[row]] = piece[at[row] : at[row] + count[row]]
-        state = absorb(params, state, part, at, count)
+        state = absorb(params, state, context_of(part, at, count))
         at = at + count
     np.testing.assert_array_equal(at, lengths)
     return state
@@ -117,7 +118,7 @@ def test_proposal_is_the_best_token_of_each_masked_row(draft):
     state = absorb_all(drafter, params, features, [[16, 16, 16]] * 3)
     anchor = jnp.array([3, 70, 200])
     proposal = jax.jit(
-        lambda params, state: drafter.propose(params, state, anchor, jnp.asarray(LENGTHS), HEADS)
+        lambda params, state: drafter.propose(params, state, anchor_of(anchor, LENGTHS), HEADS)
     )(params, state)
     assert proposal.ids.shape == (3, drafter.block - 1)
     for row in range(3):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mmflash_jax.training.objective import block_loss
+from tests.drafts import context_of
 from tests.tolerances import LAYER, assert_close
 from tests.training import toy
 
@@ -37,7 +38,7 @@ def test_training_logits_are_those_of_serving(kind):
             piece = np.full((2, 9, toy.CAPTURED), 1e3, np.float32)
             for row in range(2):
                 piece[row, : count[row]] = features[row, done[row] : done[row] + count[row]]
-            state = absorb(params, state, piece, done, count)
+            state = absorb(params, state, context_of(piece, done, count))
             done = done + count
         anchor = ids[np.arange(2), length]
         served = toy.serving_logits(plan, params, state, anchor, length)

@@ -33,7 +33,7 @@ from mmflash_jax.training.step import (
 from mmflash_jax.training.trainer import draft_config, media_features
 from mmflash_jax.weights.hf_config import ConfigError
 from tests import tiny
-from tests.drafts import draft_for, random_params, two_layer_target
+from tests.drafts import anchor_of, draft_for, random_params, two_layer_target
 from tests.tolerances import MODEL, assert_close
 
 ROW_LENGTH = 96
@@ -122,7 +122,8 @@ def trained_logits(plan: Plan, params: Any, batch: Any, anchors: Any) -> Any:
 def served_logits(plan: Plan, params: Any, state: Any) -> Any:
     made: list[Any] = []
     heads = recording(borrow_heads(plan, params), made)
-    plan.drafter.propose(params["drafter"], state.draft, state.anchor, state.length, heads)
+    anchor = anchor_of(state.anchor, state.length)
+    plan.drafter.propose(params["drafter"], state.draft, anchor, heads)
     return made[0]
 
 

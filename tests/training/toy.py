@@ -10,7 +10,7 @@ from jaxtyping import Array
 from mmflash_jax.config import ObjectiveConfig
 from mmflash_jax.drafters import DFlash, Heads
 from mmflash_jax.training.objective import block_loss
-from tests.drafts import random_params
+from tests.drafts import anchor_of, random_params
 
 WIDTH, VOCAB_SIZE, BLOCK, WINDOW, DECAY = 32, 40, 8, 5, 3.0
 CAPTURED = 2 * WIDTH
@@ -86,7 +86,7 @@ def serving_logits(plan: DFlash, params: Any, state: Any, anchor: Any, length: A
     @jax.jit
     def run(params: Any, state: Any, anchor: Any, length: Any) -> Array:
         recorder = Recorder()
-        plan.propose(params, state, anchor, length, recorder.heads)
+        plan.propose(params, state, anchor_of(anchor, length), recorder.heads)
         assert recorder.last is not None
         return recorder.last
 
