@@ -38,4 +38,6 @@ class Narrowed:
         if self.width == 1:
             return Proposal(ids=jnp.zeros((anchor.ids.shape[0], 0), jnp.int32))
         proposal = self.drafter.propose(params, state, anchor, heads)
-        return Proposal(ids=proposal.ids[:, : self.width - 1])
+        # Parents come before their children, so the first nodes of a tree are a tree.
+        parents = None if proposal.parents is None else proposal.parents[:, : self.width]
+        return Proposal(ids=proposal.ids[:, : self.width - 1], parents=parents)
