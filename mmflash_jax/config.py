@@ -76,7 +76,12 @@ class ServeConfig(SamplingSettings):
     target: str = "demo"
     """Short name, local folder or hub id of the target."""
     draft: str | None = None
-    """Folder or hub id of the draft, or "none". Default: what the short name brings."""
+    """Folder or hub id of the draft, "mtp" for the head that Qwen3.5 checkpoints bring, or "none".
+    Default: what the short name brings."""
+    draft_tokens: int | None = None
+    """Tokens that a step drafts one after another, for drafts that do (MTP, Gemma's assistant).
+    Default: 3 for MTP, 5 for the assistant. DFlash drafts a block of the size that it was trained
+    for."""
     prompts: Path | None = None
     """JSONL or parquet file of prompts. Default: the bundled sample prompts."""
     output: Path | None = None
@@ -129,7 +134,7 @@ class ServeConfig(SamplingSettings):
         super().__post_init__()
         _positive(
             self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale",
-            "max_queue", "max_images", "max_image_mb",
+            "draft_tokens", "max_queue", "max_images", "max_image_mb",
         )  # fmt: skip
         if self.port is not None and not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}, it must be from 0 to 65535")
@@ -227,8 +232,8 @@ class GenerateConfig(SamplingSettings):
     max_tokens: int = 256
     """Most tokens of an answer; longer ones are cut and still used."""
     draft: str | None = None
-    """Folder or hub id of a draft to answer with. The answers are the target's all the same, bit
-    for bit in float32 and up to ties of rounding in bfloat16; they only come sooner."""
+    """Folder or hub id of a draft to answer with, or "mtp". The answers are the target's all the
+    same, bit for bit in float32 and up to ties of rounding in bfloat16; they only come sooner."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from mmflash_jax.drafters import DRAFTERS, DFlash
+from mmflash_jax.drafters import DRAFTERS, Chain, DFlash
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.sharding import sharding_by_rules
 from mmflash_jax.targets import TARGETS, Target
-from mmflash_jax.weights import TensorStore, import_params
+from mmflash_jax.weights import TensorStore, WeightsError, import_params
 from mmflash_jax.weights.hf_config import ConfigError, read_json, require
 from pallas_kernels import Kernels
 
@@ -63,41 +63,66 @@ def load_drafter(
     mesh: Mesh | None = None,
     *,
     embedding_scale: float | None = None,
+    draft_tokens: int | None = None,
     kernels: Kernels = "reference",
-) -> tuple[DFlash, Params]:
-    """A draft checkpoint that fits `target`; its parameters are replicated over the mesh.
+) -> tuple[Any, Params]:
+    """A draft checkpoint that fits `target`, of one of `DRAFTERS`.
 
-    `embedding_scale` replaces `input_embedding_scale` of the draft's config.
+    Its parameters are replicated over the mesh.
+
+    `embedding_scale` replaces `input_embedding_scale` of a DFlash draft's config, `draft_tokens`
+    the number of tokens that a chain drafts.
 
     Raises:
-        ConfigError: the configuration is not supported.
+        ConfigError: the configuration is not supported, or the draft has no such setting.
         FitError: draft and target do not belong together.
         WeightsError: the tensors do not fit the configuration.
     """
     drafter = _drafter(folder, dtype, kernels)
+    drafter.check_fit(target.config)
     if embedding_scale is not None:
+        if not isinstance(drafter, DFlash):
+            raise ConfigError(
+                f"draft_embedding_scale is {embedding_scale}, but {folder} is no DFlash draft; "
+                "leave it out"
+            )
         scaled = dataclasses.replace(drafter.config, input_embedding_scale=embedding_scale)
         drafter = dataclasses.replace(drafter, config=scaled)
-    drafter.check_fit(target.config)
+    if draft_tokens is not None:
+        if not isinstance(drafter, Chain):
+            raise ConfigError(
+                f"draft_tokens is {draft_tokens}, but the draft in {folder} was trained for blocks "
+                f"of {drafter.block} tokens; leave it out"
+            )
+        drafter = dataclasses.replace(drafter, draft_tokens=draft_tokens)
     return drafter, _draft_params(folder, drafter, mesh)
 
 
 def load_any_drafter(folder: Path, dtype: str) -> tuple[DFlash, Params]:
-    """A draft checkpoint by itself, whatever its target may be; raises as `load_drafter` does."""
+    """A DFlash checkpoint by itself, whatever its target may be; raises as `load_drafter` does."""
     drafter = _drafter(folder, dtype)
+    if not isinstance(drafter, DFlash):
+        raise ConfigError(f"{folder} holds no DFlash draft")
     return drafter, _draft_params(folder, drafter, None)
 
 
-def _drafter(folder: Path, dtype: str, kernels: Kernels = "reference") -> DFlash:
+def _drafter(folder: Path, dtype: str, kernels: Kernels = "reference") -> Any:
     family, config = _by_architecture(folder, DRAFTERS)
     return family.from_hf(config, dtype, kernels)
 
 
-def _draft_params(folder: Path, drafter: DFlash, mesh: Mesh | None) -> Params:
+def _draft_params(folder: Path, drafter: Any, mesh: Mesh | None) -> Params:
+    rules, store = drafter.weight_rules(), TensorStore(folder)
+    if not any(rule.hf in store for rule in rules):
+        raise WeightsError(
+            f"{folder} holds no tensor of a {type(drafter).__name__} draft ({rules[0].hf} and "
+            f"{len(rules) - 1} more)"
+        )
     return import_params(
-        drafter.weight_rules(),
-        TensorStore(folder),
+        rules,
+        store,
         drafter.abstract_params(),
+        ignore=drafter.ignored,
         sharding=sharding_by_rules((), mesh),
     )
 

@@ -34,8 +34,9 @@ class CheckpointNotFoundError(ValueError):
 def pair(target: str, draft: str | None) -> tuple[Path, Path | None]:
     """Folders of a target and its draft; hub ids are fetched.
 
-    `target` is a short name, a folder or a hub id. `draft` is a folder or a hub id, "none", or
-    None for the draft that the short name brings (no draft for other targets).
+    `target` is a short name, a folder or a hub id. `draft` is a folder or a hub id, "mtp" for the
+    head in the target's own folder, "none", or None for the draft that the short name brings (no
+    draft for other targets).
 
     Raises:
         CheckpointNotFoundError: one of the two cannot be found.
@@ -43,8 +44,10 @@ def pair(target: str, draft: str | None) -> tuple[Path, Path | None]:
     named = PAIRS.get(target)
     if draft is None and named is not None:
         draft = named.draft
-    drafted = None if draft is None or draft == "none" else folder(draft)
-    return folder(named.target if named else target), drafted
+    found = folder(named.target if named else target)
+    if draft is None or draft == "none":
+        return found, None
+    return found, found if draft == "mtp" else folder(draft)
 
 
 def folder(name: str) -> Path:

@@ -1,15 +1,22 @@
 """Draft methods by the architecture name that a draft's `config.json` gives."""
 
-from mmflash_jax.drafters.base import Anchor, Context, Drafter, FitError, Heads, Proposal
+from mmflash_jax.drafters.base import Anchor, Chain, Context, Drafter, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash import DFlash
+from mmflash_jax.drafters.mtp_qwen35 import Qwen35MTP
 from mmflash_jax.drafters.none import NoDraft
 
-# The second name is what the speculators library gives where it made no model yet.
-DRAFTERS = {"DFlashDraftModel": DFlash, "DFlashSpeculator": DFlash}
+DRAFTERS = {
+    "DFlashDraftModel": DFlash,
+    # What the speculators library gives where it made no model yet.
+    "DFlashSpeculator": DFlash,
+    # A target's own folder holds its MTP head.
+    "Qwen3_5ForConditionalGeneration": Qwen35MTP,
+}
 
 __all__ = [
     "DRAFTERS",
     "Anchor",
+    "Chain",
     "Context",
     "DFlash",
     "Drafter",
@@ -17,4 +24,5 @@ __all__ = [
     "Heads",
     "NoDraft",
     "Proposal",
+    "Qwen35MTP",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -132,3 +132,13 @@ class Drafter(Protocol):
     def propose(self, params: Params, state: DraftState, anchor: Anchor, heads: Heads) -> Proposal:
         """Draft the tokens after the anchor; the state does not change."""
         ...
+
+
+@runtime_checkable
+class Chain(Drafter, Protocol):
+    """A drafter that drafts token after token, so that fewer cost less. A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def draft_tokens(self) -> int: ...

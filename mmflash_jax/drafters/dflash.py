@@ -9,7 +9,7 @@ MMFlash has the same shape and other training.
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,8 @@ class DFlash:
     dtype: str = "float32"
     kernels: Kernels = "reference"
     """Of drafting; training needs gradients, which the kernels lack."""
+
+    ignored: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_hf(

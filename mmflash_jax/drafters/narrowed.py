@@ -1,10 +1,11 @@
 """A drafter of which only the first drafts are verified: cheaper steps, fewer tokens each."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from mmflash_jax.drafters.base import Anchor, Context, Drafter, DraftState, Heads, Proposal
+from mmflash_jax.drafters.base import Anchor, Chain, Context, Drafter, DraftState, Heads, Proposal
 from mmflash_jax.layers.schema import Params
 
 
@@ -37,7 +38,10 @@ class Narrowed:
     def propose(self, params: Params, state: DraftState, anchor: Anchor, heads: Heads) -> Proposal:
         if self.width == 1:
             return Proposal(ids=jnp.zeros((anchor.ids.shape[0], 0), jnp.int32))
-        proposal = self.drafter.propose(params, state, anchor, heads)
+        drafter = self.drafter
+        if isinstance(drafter, Chain):
+            drafter = dataclasses.replace(drafter, draft_tokens=self.width - 1)
+        proposal = drafter.propose(params, state, anchor, heads)
         # Parents come before their children, so the first nodes of a tree are a tree.
         parents = None if proposal.parents is None else proposal.parents[:, : self.width]
         return Proposal(ids=proposal.ids[:, : self.width - 1], parents=parents)

@@ -59,7 +59,7 @@ def load(config: ServeConfig) -> Session:
     if draft_folder is not None:
         drafter, draft_params = load_drafter(
             draft_folder, target, dtype, mesh, kernels=kernels,
-            embedding_scale=config.draft_embedding_scale,
+            embedding_scale=config.draft_embedding_scale, draft_tokens=config.draft_tokens,
         )  # fmt: skip
     encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
     if isinstance(drafter, DFlash):

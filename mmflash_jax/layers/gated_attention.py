@@ -58,12 +58,21 @@ class GatedAttention(nnx.Module):
         length: Int[Array, " B"],
         count: Int[Array, " B"],
         kernels: Kernels,
-        parents: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], AttentionCache | BlockRows]:
-        """Output of T tokens from `length` on, and the cache with the first `count` of them.
+    ) -> tuple[Float[Array, "B T D"], AttentionCache]:
+        """Output of T tokens from `length` on, and the cache with the first `count` of them."""
+        out, rows = self.attend(x, cache, angles, length, None, kernels)
+        return out, write_cache(cache, rows.k, rows.v, length, count)
 
-        With `parents` they are the nodes of a tree, which waits beside the cache.
-        """
+    def attend(
+        self,
+        x: Float[Array, "B T D"],
+        cache: AttentionCache,
+        angles: Float[Array, "B T half"],
+        length: Int[Array, " B"],
+        parents: Int[Array, "B T"] | None,
+        kernels: Kernels,
+    ) -> tuple[Float[Array, "B T D"], BlockRows]:
+        """Output of T tokens, a chain or a tree, whose keys and values wait beside the cache."""
         B, T, _ = x.shape
         # Query and gate sit side by side inside each head, not in two halves of the projection.
         q, gate = jnp.split(self.q_proj(x).reshape(B, T, self.heads, -1), 2, axis=-1)
@@ -76,6 +85,4 @@ class GatedAttention(nnx.Module):
             parents=parents, scale=self.head_dim**-0.5, causal=True, kernels=kernels,
         )  # fmt: skip
         gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
-        if parents is not None:
-            return self.o_proj(gated), BlockRows(cache=cache, k=k, v=v)
-        return self.o_proj(gated), write_cache(cache, k, v, length, count)
+        return self.o_proj(gated), BlockRows(cache=cache, k=k, v=v)

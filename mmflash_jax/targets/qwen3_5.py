@@ -67,14 +67,18 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], cache: Any, now: Pass, *, decided: bool
     ) -> tuple[Float[Array, "B T D"], Any]:
         normed = self.input_layernorm(x)
-        if isinstance(cache, AttentionCache):
-            mixed, cache = self.self_attn(
-                normed, cache, now.angles, now.length, now.count, now.kernels, now.parents
+        if not isinstance(cache, AttentionCache):
+            mixed, after = self.linear_attn(normed, cache, now, decided=decided)
+        elif now.parents is None:
+            mixed, after = self.self_attn(
+                normed, cache, now.angles, now.length, now.count, now.kernels
             )
         else:
-            mixed, cache = self.linear_attn(normed, cache, now, decided=decided)
+            mixed, after = self.self_attn.attend(
+                normed, cache, now.angles, now.length, now.parents, now.kernels
+            )
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return x + self.mlp(self.post_attention_layernorm(x)), after
 
 
 class Model(nnx.Module):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmflash_jax.towers.qwen3_5_vision import VisionConfig
-from mmflash_jax.weights.hf_config import ConfigError, expect, require, rope_theta
+from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,21 +61,10 @@ class Config:
             "linear_num_value_heads", "max_position_embeddings",
         ]  # fmt: skip
         fields = {name: require(text, name, inside) for name in names}
-        rope = require(text, "rope_parameters", inside)
-        rotary = int(fields["head_dim"] * rope.get("partial_rotary_factor", 0.25))
-        section = tuple(require(rope, "mrope_section", f"{inside} rope_parameters"))
-        if len(section) != 3 or sum(section) != rotary // 2:
-            raise ConfigError(
-                f"{inside}: mrope_section {list(section)} must be three numbers whose sum is half "
-                f"the rotary width, {rotary // 2}"
-            )
-        expect(rope, f"{inside} rope_parameters", mrope_interleaved=[True])
         return cls(
             **fields,
             layer_types=_layer_types(text, inside),
-            rope_theta=rope_theta(text, inside),
-            rotary_dim=rotary,
-            mrope_section=section,
+            **mrope(text, inside),
             tie_word_embeddings=_tied(config, text),
             image_token_id=require(config, "image_token_id", where),
             vision=VisionConfig.from_hf(require(config, "vision_config", where)),

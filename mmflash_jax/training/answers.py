@@ -18,7 +18,7 @@ from mmflash_jax.engine.offline import Completion, answer
 from mmflash_jax.engine.prompt_files import prompt_files
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import load_drafter
-from mmflash_jax.registry import folder
+from mmflash_jax.registry import pair
 from mmflash_jax.training.provenance import files_hash, target_identity
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def answers_of(
     batch = config.generate.batch
     # A batch is answered as a whole: bf16 answers may depend on the shape of the batch.
     del known[len(known) - len(known) % max(1, min(batch, len(prompts))) :]
-    plan, params = _with_draft(plan, target_params, config.generate.draft)
+    plan, params = _with_draft(plan, target_params, config)
     count = len(prompts)
     with (
         journal.append(keep=len(known)) as write,
@@ -70,11 +70,12 @@ def answers_of(
 
 
 def _with_draft(
-    plan: Plan, target_params: Params, draft: str | None
+    plan: Plan, target_params: Params, config: TrainConfig
 ) -> tuple[Plan, dict[str, Params]]:
+    _, draft = pair(config.target, config.generate.draft or "none")
     if draft is None:
         return plan, {"target": target_params, "drafter": {}}
-    drafter, params = load_drafter(folder(draft), plan.target, plan.target.dtype)
+    drafter, params = load_drafter(draft, plan.target, plan.target.dtype)
     made = dataclasses.replace(plan, drafter=drafter)
     return made, {"target": target_params, "drafter": params}
 

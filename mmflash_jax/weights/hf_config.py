@@ -62,3 +62,26 @@ def rope_theta(config: Mapping[str, Any], where: str) -> float:
             f"{nested['rope_theta']} in rope_parameters; keep one"
         )
     return float(found.pop())
+
+
+def mrope(text: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`rope_theta`, `rotary_dim` and `mrope_section` of Qwen3.5's interleaved M-RoPE.
+
+    Raises:
+        ConfigError: one is missing, or they contradict each other.
+    """
+    rope = require(text, "rope_parameters", where)
+    inside = f"{where} rope_parameters"
+    rotary = int(require(text, "head_dim", where) * rope.get("partial_rotary_factor", 0.25))
+    section = tuple(require(rope, "mrope_section", inside))
+    if len(section) != 3 or sum(section) != rotary // 2:
+        raise ConfigError(
+            f"{where}: mrope_section {list(section)} must be three numbers whose sum is half "
+            f"the rotary width, {rotary // 2}"
+        )
+    expect(rope, inside, mrope_interleaved=[True])
+    return {
+        "rope_theta": rope_theta(text, where),
+        "rotary_dim": rotary,
+        "mrope_section": section,
+    }

@@ -1,0 +1,296 @@
+"""Qwen3.5's own multi-token-prediction head: one more layer that drafts token after token.
+
+The head joins a token's row of the table with the hidden state of the token before it and predicts
+the token after. Fed with its own output in place of the target's, it goes on. Its weights stand
+beside the target's under `mtp.`; table and output head are the target's.
+
+Follows vLLM 0.33 `models/qwen3_5_mtp.py` and SGLang 0.5.23 `models/qwen3_5_mtp.py`: the row comes
+first in the joined vector, the hidden state is the one after the final norm, and the position is
+that of the hidden state, also where an image makes positions jump.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
+from mmflash_jax.layers.cache import AttentionCache, empty_cache
+from mmflash_jax.layers.capture import AFTER_NORM
+from mmflash_jax.layers.gated_attention import GatedAttention
+from mmflash_jax.layers.linear import linear
+from mmflash_jax.layers.mlp import SwiGLU
+from mmflash_jax.layers.norm import ZeroCentredRMSNorm
+from mmflash_jax.layers.rotary import mrope_angles
+from mmflash_jax.layers.schema import Params, abstract_module
+from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
+from pallas_kernels import Kernels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The fields of the target's `config.json` that decide the head's computation."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rotary_dim: int
+    mrope_section: tuple[int, int, int]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
+        """From a `Qwen3_5ForConditionalGeneration` config.
+
+        Raises:
+            ConfigError: a field is missing, or the head is of a kind that is not implemented.
+        """
+        where = "config.json"
+        text = require(config, "text_config", where)
+        inside = f"{where} text_config"
+        layers = text.get("mtp_num_hidden_layers", 1)
+        if not layers:
+            raise ConfigError(
+                f"{inside}: mtp_num_hidden_layers is {layers}, so this checkpoint has no MTP head; "
+                "name another draft"
+            )
+        expect(
+            text, inside, hidden_act=["silu"], attention_bias=[False], mtp_num_hidden_layers=[1],
+            mtp_use_dedicated_embeddings=[False],
+        )  # fmt: skip
+        for place in (config, text):
+            expect(place, inside, quantization_config=[None])
+        names = [
+            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps",
+        ]  # fmt: skip
+        fields = {name: require(text, name, inside) for name in names}
+        return cls(**fields, **mrope(text, inside))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class MTPState:
+    """What the head knows of each row.
+
+    cache: keys and values; slot p joins token p + 1 with the hidden state of token p, so the last
+        absorbed token has none yet.
+    hidden: `[B, D]`, the target's hidden state of the last absorbed token.
+    positions: int32 `[A, B]`, its rotary position.
+    """
+
+    cache: AttentionCache
+    hidden: Array
+    positions: Array
+
+
+class DecoderLayer(nnx.Module):
+    """As a full-attention layer of the target."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        norm = functools.partial(ZeroCentredRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        self.input_layernorm = norm(config.hidden_size)
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.self_attn = GatedAttention(config, dtype=dtype, rngs=rngs)
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        cache: AttentionCache,
+        angles: Float[Array, "B T half"],
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        kernels: Kernels,
+    ) -> tuple[Float[Array, "B T D"], AttentionCache]:
+        normed = self.input_layernorm(x)
+        mixed, cache = self.self_attn(normed, cache, angles, length, count, kernels)
+        x = x + mixed
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Model(nnx.Module):
+    """Two norms, a projection of both halves, the layer and the last norm."""
+
+    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        norm = functools.partial(ZeroCentredRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
+        self.pre_fc_norm_embedding = norm(config.hidden_size)
+        self.pre_fc_norm_hidden = norm(config.hidden_size)
+        self.fc = linear(2 * config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs)])
+        self.norm = norm(config.hidden_size)
+
+    def __call__(
+        self,
+        rows: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "3 B T"],
+        cache: AttentionCache,
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        kernels: Kernels = "reference",
+    ) -> tuple[Float[Array, "B T D"], AttentionCache]:
+        """Hidden states after the last norm, and the cache with `count` more tokens.
+
+        `rows` are the token after each `hidden`.
+        """
+        c = self.config
+        angles = mrope_angles(positions, c.rope_theta, c.rotary_dim, c.mrope_section)
+        halves = [self.pre_fc_norm_embedding(rows), self.pre_fc_norm_hidden(hidden)]
+        x = self.fc(jnp.concatenate(halves, axis=-1))
+        x, cache = self.layers[0](x, cache, angles, length, count, kernels)
+        return self.norm(x), cache
+
+
+@runtime_checkable
+class _FitsHead(Protocol):
+    """The fields of a target's config that the head must agree with."""
+
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class Qwen35MTP:
+    """The plan of an MTP head that drafts `draft_tokens` tokens; see `drafters.base.Drafter`."""
+
+    config: Config
+    dtype: str = "float32"
+    kernels: Kernels = "reference"
+    draft_tokens: int = 3
+
+    ignored: ClassVar[tuple[str, ...]] = (r"(?!mtp\.)",)
+    """Everything in the folder that is the target's."""
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, Any], dtype: str, kernels: Kernels = "reference"
+    ) -> "Qwen35MTP":
+        return cls(Config.from_hf(config), dtype, kernels)
+
+    @property
+    def block(self) -> int:
+        return self.draft_tokens + 1
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return (AFTER_NORM,)
+
+    def check_fit(self, target: _FitsHead) -> None:
+        """Refuse a target that this head was not made for.
+
+        Raises:
+            FitError: one message, each field with both values.
+        """
+        problems = [
+            f"{name}: draft {getattr(self.config, name)}, target {getattr(target, name, None)}"
+            for name in ("hidden_size", "vocab_size", "mrope_section")
+            if getattr(self.config, name) != getattr(target, name, None)
+        ]
+        if problems:
+            raise FitError("MTP head and target do not fit: " + "; ".join(problems))
+
+    def abstract_params(self) -> Params:
+        return _structure(self.config, self.dtype)[1]
+
+    def model(self, params: Params) -> Model:
+        """The module over `params`; call inside `jax.jit`."""
+        return nnx.merge(_structure(self.config, self.dtype)[0], params)
+
+    def init_state(self, batch: int, capacity: int) -> MTPState:
+        c, dtype = self.config, jnp.dtype(self.dtype)
+        return MTPState(
+            cache=empty_cache(batch, c.num_key_value_heads, capacity, c.head_dim, dtype),
+            hidden=jnp.zeros((batch, c.hidden_size), dtype),
+            positions=jnp.zeros((3, batch), jnp.int32),
+        )
+
+    def absorb(self, params: Params, state: MTPState, context: Context) -> MTPState:
+        """Redo with the target's hidden states what was drafted on the head's own."""
+        width = context.rows.shape[1]
+        hidden = jnp.concatenate([state.hidden[:, None], context.features], axis=1)
+        positions = jnp.concatenate([state.positions[..., None], context.positions], axis=-1)
+        # Before the first token of all there is no hidden state: its row joins nothing.
+        skip = (context.length == 0).astype(jnp.int32)
+        place = skip[:, None] + jnp.arange(width)
+        row = jnp.minimum(place, width - 1)
+        _, cache = self.model(params)(
+            jnp.take_along_axis(context.rows, row[..., None], axis=1),
+            jnp.take_along_axis(hidden, place[..., None], axis=1),
+            jnp.take_along_axis(positions, place[None], axis=2),
+            state.cache,
+            jnp.maximum(context.length - 1, 0),
+            jnp.maximum(context.count - skip, 0),
+            self.kernels,
+        )
+        last = context.count[:, None]
+        return MTPState(
+            cache=cache,
+            hidden=jnp.take_along_axis(hidden, last[..., None], axis=1)[:, 0],
+            positions=jnp.take_along_axis(positions, last[None], axis=2)[..., 0],
+        )
+
+    def propose(self, params: Params, state: MTPState, anchor: Anchor, heads: Heads) -> Proposal:
+        """Draft a chain. Each step runs all of it as one causal block, so the cache stays as it is:
+        the rows cost next to nothing beside the weights, a copy of the cache would not."""
+        count, model = self.draft_tokens, self.model(params)
+        length = jnp.maximum(anchor.length - 1, 0)
+        later = anchor.positions[..., None] + jnp.arange(count - 1)
+        positions = jnp.concatenate([state.positions[..., None], later], axis=-1)
+        chain = jnp.zeros((*anchor.ids.shape, count, self.config.hidden_size), state.hidden.dtype)
+
+        def draft(step: int | Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            rows, hidden, ids = carry
+            out, _ = model(
+                rows, hidden, positions, state.cache, length, jnp.zeros_like(length), self.kernels
+            )
+            out = lax.dynamic_index_in_dim(out, step, axis=1)
+            chosen = heads.pick(heads.logits(out), step)
+            return (
+                rows.at[:, step + 1].set(_first(heads.embed(chosen), rows), mode="drop"),
+                hidden.at[:, step + 1].set(_first(out, hidden), mode="drop"),
+                ids.at[:, step].set(chosen[:, 0]),
+            )
+
+        start = (
+            chain.at[:, 0].set(_first(heads.embed(anchor.ids[:, None]), chain)),
+            chain.at[:, 0].set(state.hidden),
+            jnp.zeros((*anchor.ids.shape, count), jnp.int32),
+        )
+        return Proposal(ids=lax.fori_loop(0, count, draft, start)[2])
+
+    def weight_rules(self) -> list[Rule]:
+        norms = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
+        rules = [Rule(f"mtp.{name}.weight", (name, "weight")) for name in norms]
+        rules.append(Rule("mtp.fc.weight", ("fc", "kernel"), TRANSPOSE))
+        linears = [f"self_attn.{name}_proj" for name in "qkvo"]
+        linears += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        for name in linears:
+            path = ("layers", 0, *name.split("."), "kernel")
+            rules.append(Rule(f"mtp.layers.0.{name}.weight", path, TRANSPOSE))
+        plain = ["input_layernorm", "post_attention_layernorm"]
+        for name in [*plain, "self_attn.q_norm", "self_attn.k_norm"]:
+            path = ("layers", 0, *name.split("."), "weight")
+            rules.append(Rule(f"mtp.layers.0.{name}.weight", path))
+        return rules
+
+
+def _first(made: Float[Array, "B 1 D"], like: Array) -> Float[Array, "B D"]:
+    return made[:, 0].astype(like.dtype)
+
+
+@functools.cache
+def _structure(config: Config, dtype: str) -> tuple[Any, Params]:
+    return abstract_module(lambda rngs: Model(config, dtype=jnp.dtype(dtype), rngs=rngs))
