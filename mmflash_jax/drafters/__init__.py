@@ -2,6 +2,7 @@
 
 from mmflash_jax.drafters.base import Anchor, Chain, Context, Drafter, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash import DFlash
+from mmflash_jax.drafters.gemma4_assistant import Gemma4Assistant
 from mmflash_jax.drafters.mtp_qwen35 import Qwen35MTP
 from mmflash_jax.drafters.none import NoDraft
 
@@ -9,6 +10,7 @@ DRAFTERS = {
     "DFlashDraftModel": DFlash,
     # What the speculators library gives where it made no model yet.
     "DFlashSpeculator": DFlash,
+    "Gemma4AssistantForCausalLM": Gemma4Assistant,
     # A target's own folder holds its MTP head.
     "Qwen3_5ForConditionalGeneration": Qwen35MTP,
 }
@@ -21,6 +23,7 @@ __all__ = [
     "DFlash",
     "Drafter",
     "FitError",
+    "Gemma4Assistant",
     "Heads",
     "NoDraft",
     "Proposal",

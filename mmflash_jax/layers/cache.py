@@ -24,6 +24,17 @@ class CachedKeys:
     cache: AttentionCache
     ring: bool
 
+    def row(
+        self, index: Int[Array, " B"]
+    ) -> tuple[Float[Array, "B 1 K H"], Float[Array, "B 1 K H"]]:
+        """Key and value of one token of each row, which must be there."""
+        slot = (index % self.cache.k.shape[2])[:, None, None, None]
+        key, value = (
+            jnp.take_along_axis(part, slot, axis=2).swapaxes(1, 2)
+            for part in (self.cache.k, self.cache.v)
+        )
+        return key, value
+
 
 def empty_cache(batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype) -> AttentionCache:
     """A cache that holds nothing."""

@@ -26,10 +26,11 @@ from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
 from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
 from mmflash_jax.targets.base import TargetOutput
-from mmflash_jax.targets.gemma4_config import Config, Layer, Rotary
+from mmflash_jax.targets.gemma4_config import Config, Layer
 from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
 from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
 from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights.gemma4_layers import Rotary
 from pallas_kernels import Kernels, block_attention
 
 

@@ -5,26 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmflash_jax.towers.gemma4_vision import VisionConfig
+from mmflash_jax.weights.gemma4_layers import Rotary, heads_of, layer_kinds, rotary_of
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
-
-_KINDS = ("sliding_attention", "full_attention")
-# transformers 5.24 `Gemma4TextConfig`; the released files say the same.
-_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "full_attention": {
-        "rope_type": "proportional",
-        "rope_theta": 1e6,
-        "partial_rotary_factor": 0.25,
-    },
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """Rotary setting of a kind of layer: only the first `share` of the frequencies turn."""
-
-    theta: float
-    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +91,8 @@ class Config:
 
 
 def _layers(text: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
-    count = require(text, "num_hidden_layers", where)
-    kinds = require(text, "layer_types", where)
-    unknown = sorted(set(kinds) - set(_KINDS))
-    if len(kinds) != count or unknown:
-        raise ConfigError(
-            f"{where}: layer_types has {len(kinds)} entries for num_hidden_layers {count}"
-            + (f" and unknown kinds {unknown}" if unknown else "")
-        )
+    kinds = layer_kinds(text, where)
+    count = len(kinds)
     if kinds[-1] != "full_attention":
         raise ConfigError(f"{where}: layer_types ends with {kinds[-1]!r}, must be full_attention")
     shared = text.get("num_kv_shared_layers") or 0
@@ -132,7 +108,7 @@ def _layers(text: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
     )
     layers = []
     for index, kind in enumerate(kinds):
-        head_dim, kv_heads = _heads(text, kind, index, where)
+        head_dim, kv_heads = heads_of(text, kind, index, where)
         # Readers take the last maker of their kind (transformers 5.24 `kv_sharing_modes`).
         source = index if index < own else max(i for i in range(own) if kinds[i] == kind)
         double = index >= own and bool(text.get("use_double_wide_mlp"))
@@ -142,43 +118,8 @@ def _layers(text: Mapping[str, Any], where: str) -> tuple[Layer, ...]:
                 kv_heads=kv_heads,
                 intermediate_size=width * (2 if double else 1),
                 window=window if kind == "sliding_attention" else None,
-                rotary=_rotary(text, kind, where),
+                rotary=rotary_of(text, kind, where),
                 source=source,
             )
         )
     return tuple(layers)
-
-
-def _heads(text: Mapping[str, Any], kind: str, index: int, where: str) -> tuple[int, int]:
-    """Head width and key/value heads of a layer, in either spelling.
-
-    The released files give full layers `global_head_dim` and `num_global_key_value_heads`;
-    transformers since 5.15 writes a map from layer index to what differs there.
-    """
-    head_dim = require(text, "head_dim", where)
-    kv_heads = require(text, "num_key_value_heads", where)
-    overrides = text.get("per_layer_config")
-    if overrides is not None:
-        # Keys are padded with zeros: "05" beside "11".
-        mine = next((v for k, v in overrides.items() if int(k) == index), {})
-        foreign = sorted(set(mine) - {"head_dim", "num_key_value_heads"})
-        if foreign:
-            raise ConfigError(f"{where}: per_layer_config of layer {index} holds {foreign}")
-        return mine.get("head_dim", head_dim), mine.get("num_key_value_heads", kv_heads)
-    if kind == "sliding_attention":
-        return head_dim, kv_heads
-    # `num_global_key_value_heads` counts only with `attention_k_eq_v`, which is refused above.
-    return require(text, "global_head_dim", where), kv_heads
-
-
-def _rotary(text: Mapping[str, Any], kind: str, where: str) -> Rotary:
-    rope = (text.get("rope_parameters") or _ROPE).get(kind)
-    if rope is None:
-        raise ConfigError(f"{where}: rope_parameters lacks {kind!r}")
-    inside = f"{where} rope_parameters {kind}"
-    expect(rope, inside, rope_type=["default", "proportional"], factor=[1.0, None])
-    partial = rope.get("partial_rotary_factor")
-    share = 1.0 if partial is None else float(partial)
-    if rope.get("rope_type", "default") == "default" and share != 1.0:
-        raise ConfigError(f"{inside}: partial_rotary_factor is {share} without proportional rope")
-    return Rotary(theta=float(require(rope, "rope_theta", inside)), share=share)

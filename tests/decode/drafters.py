@@ -81,6 +81,34 @@ class Branching(Scripted):
         return Proposal(ids=jnp.where(right, ids, other)[:, 1:], parents=parents)
 
 
+@dataclass(frozen=True)
+class Shadowed:
+    """Drafts by its table, and lets another drafter absorb what is accepted.
+
+    Parameters are {"script": of `Scripted`, "other": of the other drafter}.
+    """
+
+    script: Scripted
+    other: Any
+
+    @property
+    def block(self) -> int:
+        return self.script.block
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.other.capture
+
+    def init_state(self, batch: int, capacity: int) -> Any:
+        return self.other.init_state(batch, capacity)
+
+    def absorb(self, params: Any, state: Any, context: Context) -> Any:
+        return self.other.absorb(params["other"], state, context)
+
+    def propose(self, params: Any, state: Any, anchor: Anchor, heads: Heads) -> Proposal:
+        return self.script.propose(params["script"], state, anchor, heads)
+
+
 def table(sequences: Sequence[Sequence[int]], right: Any) -> dict[str, np.ndarray]:
     """Parameters of `Scripted`: whole sequences (prompt and answer), and the drafts to leave.
 
