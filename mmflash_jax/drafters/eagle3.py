@@ -33,8 +33,8 @@ from pallas_kernels import Kernels
 
 DRAFT_TOKENS = 3
 """Where neither the checkpoint nor the user says how many: what servers' recipes draft."""
-DEPTH = 5
-"""Of a tree, where the user does not say."""
+TREE_TOKENS, DEPTH = 15, 5
+"""Of a tree, where the user does not say: with the anchor as many nodes as a block of DFlash."""
 
 
 @jax.tree_util.register_dataclass
@@ -149,6 +149,23 @@ class Eagle3:
         return dataclasses.replace(
             self, config=dataclasses.replace(self.config, target_layer_ids=ids)
         )
+
+    def shaped(self, *, tokens: int | None, top_k: int | None, depth: int | None) -> "Eagle3":
+        """The same draft with what the user says of its chain or tree.
+
+        Raises:
+            ConfigError: the numbers do not make one.
+        """
+        if depth is not None and (top_k or 1) == 1:
+            raise ConfigError(
+                f"draft_depth is {depth}, but a chain is as deep as it is long; leave it out, or "
+                "give draft_top_k for a tree"
+            )
+        changes = {"top_k": top_k, "depth": depth, "draft_tokens": tokens}
+        if top_k is not None and top_k > 1 and tokens is None:
+            changes["draft_tokens"] = min(TREE_TOKENS, most_nodes(top_k, depth or self.depth))
+        given = {name: value for name, value in changes.items() if value is not None}
+        return dataclasses.replace(self, **given)
 
     def check_fit(self, target: _FitsDraft) -> None:
         """Refuse a target that this draft was not made for.
