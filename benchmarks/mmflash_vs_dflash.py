@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from benchmarks import mmflash_report
 from mmflash_jax.compilation import keep_compiled_programs
-from mmflash_jax.config import TrainConfig, VisualConfig
+from mmflash_jax.config import DraftShape, TrainConfig, VisualConfig
 from mmflash_jax.config_files import find_config, read_yaml
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
@@ -174,6 +174,7 @@ class Loaded:
 
     def drafted(self, config: TrainConfig) -> Plan:
         target = self.plain.target
+        assert isinstance(config.draft, DraftShape)
         shape = draft_config(config.draft, target, self.encoder)
         return dataclasses.replace(self.plain, drafter=DFlash(shape, target.dtype))
 

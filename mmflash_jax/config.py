@@ -6,7 +6,7 @@ Order of precedence: defaults here < the YAML file < command-line flags.
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from mmflash_jax.weights.hf_config import ConfigError
 
@@ -148,7 +148,10 @@ class ServeConfig(SamplingSettings):
 
 @dataclass(frozen=True)
 class DraftShape:
-    """Geometry of a new draft. Width, vocabulary and layer count of the target are the target's."""
+    """Geometry of a new DFlash draft, which is the kind if none is named. Width, vocabulary and
+    layer count of the target are the target's."""
+
+    implied: ClassVar[bool] = True
 
     num_hidden_layers: int
     """Draft layers."""
@@ -160,6 +163,7 @@ class DraftShape:
     """Key/value heads."""
     head_dim: int
     """Width of a head."""
+    kind: Literal["dflash"] = "dflash"
     mask_token: str | None = None
     """The target's token that stands in masked slots; its embedding stays frozen."""
     mask_token_id: int | None = None
@@ -192,6 +196,19 @@ class DraftShape:
             raise ConfigError(
                 f"mask_token is {self.mask_token!r}, mask_token_id {self.mask_token_id}, give one"
             )
+
+
+@dataclass(frozen=True)
+class MTPShape:
+    """A new multi-token-prediction head for a Qwen3.5 target; its geometry is the target's."""
+
+    kind: Literal["mtp"] = "mtp"
+    draft_tokens: int = 3
+    """Tokens of the chains that it is trained and measured with, each on the head's own hidden
+    state of the one before."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "draft_tokens")
 
 
 @dataclass(frozen=True)
@@ -365,7 +382,7 @@ class TrainConfig:
     """Short name, local folder or hub id of the target."""
     output: Path
     """Folder for answers, metrics, checkpoints and the exported draft."""
-    draft: DraftShape
+    draft: DraftShape | MTPShape
     data: ChartData | FileData
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

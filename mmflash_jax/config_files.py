@@ -89,7 +89,8 @@ def as_values(config: Any) -> Any:
 
 
 def build(kind: Any, value: Any, where: str) -> Any:
-    """`value` as `kind`: dataclasses, unions of them (by `kind`), tuples, literals and scalars.
+    """`value` as `kind`: dataclasses, unions of them (by `kind`; without one it is the option whose
+    class says that it is `implied`), tuples, literals and scalars.
 
     `where` is the dotted name of the value, empty for the whole file.
     """
@@ -159,6 +160,8 @@ def _build_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
         for kind in typing.get_args(typing.get_type_hints(option)["kind"])
     }
     kind = value.get("kind") if isinstance(value, dict) else None
+    if kind is None:
+        kind = next((k for k, option in by_kind.items() if getattr(option, "implied", False)), None)
     if kind not in by_kind:
         raise ConfigError(f"{where}.kind is {kind!r}, allowed: {sorted(by_kind)}")
     return build(by_kind[kind], value, where)

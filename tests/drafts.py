@@ -71,7 +71,7 @@ def anchor_of(ids: Any, length: Any) -> Anchor:
     return Anchor(ids=jnp.asarray(ids), length=length, positions=length[None])
 
 
-def random_params(drafter: DFlash, seed: int = 0) -> Params:
+def random_params(drafter: Any, seed: int = 0) -> Params:
     """Values of a size that keeps activations near one; norms differ from their default."""
     random = np.random.default_rng(seed)
 

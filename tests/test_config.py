@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from mmflash_jax.config import ChartData, FileData, SamplingSettings, ServeConfig, TrainConfig
+from mmflash_jax.config import (
+    ChartData,
+    DraftShape,
+    FileData,
+    MTPShape,
+    SamplingSettings,
+    ServeConfig,
+    TrainConfig,
+)
 from mmflash_jax.config_files import as_values, build, find_config, read_yaml
 from mmflash_jax.weights.hf_config import ConfigError
 
@@ -61,6 +69,7 @@ def test_flags_come_before_the_file_and_the_file_before_defaults(tmp_path):
     assert (config.optimiser.steps, config.optimiser.batch, config.optimiser.warmup) == (9, 3, 0.04)
     assert (config.row_length, config.mesh.data, config.mesh.fsdp) == (128, 3, 1)
     assert (config.output, config.optimiser.learning_rate) == (Path("a/b"), 6e-4)
+    assert isinstance(config.draft, DraftShape)
     assert (config.draft.layer_types, config.tensorboard) == (("full_attention",), False)
     # What a file must name may be named by a flag alone; a kind may change.
     path.write_text(SMALLEST.replace("target: demo\n", ""))
@@ -82,6 +91,7 @@ def test_defaults_fill_what_a_file_leaves_out(tmp_path):
     assert config.output == Path("runs/x")
     assert config.data == ChartData(count=1000, seed=0)
     assert config.optimiser.steps == 1000
+    assert isinstance(config.draft, DraftShape)
     assert config.draft.layer_types is None
 
 
@@ -90,6 +100,19 @@ def test_a_union_is_chosen_by_kind(tmp_path):
     assert train_config(tmp_path, text).data == FileData(path=Path("p.jsonl"), held_out=3)
     data = train_config(tmp_path, text.replace("kind: jsonl", "kind: parquet")).data
     assert data == FileData(path=Path("p.jsonl"), kind="parquet", held_out=3)
+
+
+def test_a_draft_is_dflash_if_no_kind_is_named(tmp_path):
+    text = "target: x\noutput: y\ndata: {kind: charts}\ndraft: "
+    config = train_config(tmp_path, text + "{kind: mtp, draft_tokens: 7}\n")
+    assert config.draft == MTPShape(draft_tokens=7)
+    for draft, words in (
+        ("{draft_tokens: 7}", r"unknown fields \['draft.draft_tokens'\]"),
+        ("{kind: eagle}", r"draft.kind is 'eagle', allowed: \['dflash', 'mtp'\]"),
+        ("{kind: mtp, draft_tokens: 0}", "draft.draft_tokens is 0, it must be positive"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            train_config(tmp_path, f"{text}{draft}\n")
 
 
 def test_serving_and_answering_sample_by_the_same_fields(tmp_path):
@@ -119,6 +142,7 @@ def test_lists_become_tuples(tmp_path):
         "  head_dim: 16\n  target_layer_ids: [1, 5]\n  layer_types: [sliding_attention]\n",
     )
     draft = train_config(tmp_path, text).draft
+    assert isinstance(draft, DraftShape)
     assert draft.target_layer_ids == (1, 5)
     assert draft.layer_types == ("sliding_attention",)
     # Plans are static arguments of compiled functions.

@@ -44,6 +44,7 @@ def test_drafts_have_the_published_geometry(name):
     pair, published = PUBLISHED[name]
     config = read_yaml(find_config(name), TrainConfig)
     assert config.target == PAIRS[pair].target
+    assert isinstance(config.draft, DraftShape)
     for field in (
         "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
         "head_dim", "block_size",

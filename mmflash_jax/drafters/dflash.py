@@ -225,7 +225,9 @@ class DFlash:
 
         return DFlashState(k=empty(), v=empty())
 
-    def context_state(self, params: Params, features: Float[Array, "B T features"]) -> DFlashState:
+    def context_state(
+        self, params: Params, features: Float[Array, "B T features"], *_: object
+    ) -> DFlashState:
         """State of rows whose whole context is `features`, position 0 first: for training."""
         start = jnp.zeros(features.shape[:1], jnp.int32)
         rows = self.model(params).context(features, start)
@@ -270,6 +272,32 @@ class DFlash:
         x = heads.embed(ids.reshape(B, A * T)).reshape(B, A, T, -1)
         x = (x * self.config.input_embedding_scale).astype(jnp.dtype(self.dtype))
         return self.model(params).denoise(x, state, start, first, self.kernels)
+
+    def block_inputs(
+        self, anchor: Int[Array, "B A"], labels: Int[Array, "B A drafts"]
+    ) -> Int[Array, "B A block"]:
+        """What a block is trained from: its anchor and masks."""
+        del labels
+        return block_ids(anchor, self.config)
+
+    def block_logits(
+        self,
+        params: Params,
+        heads: Heads,
+        state: DFlashState,
+        ids: Int[Array, "B A block"],
+        anchors: Int[Array, "B A"],
+        first: Int[Array, "B A"] | None = None,
+    ) -> Float[Array, "B A drafts V"]:
+        """fp32 logits of the drafts of blocks over a row's context, by the serving code."""
+        hidden = self.denoise(params, state, ids, anchors, heads, first)
+        return self.logits(hidden[:, :, 1:], heads)
+
+    @property
+    def score_rows(self) -> int:
+        """Query rows of a block whose scores exist at once, heads and layers counted."""
+        c = self.config
+        return len(c.layers) * c.num_attention_heads * self.block
 
     def logits(self, hidden: Float[Array, "*batch D"], heads: Heads) -> Float[Array, "*batch V"]:
         """fp32 draft logits, multiplier and soft cap of the draft's config included."""

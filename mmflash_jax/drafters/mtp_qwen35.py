@@ -9,6 +9,7 @@ first in the joined vector, the hidden state is the one after the final norm, an
 that of the hidden state, also where an image makes positions jump.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.rotary import mrope_angles
-from mmflash_jax.layers.schema import Params, abstract_module
+from mmflash_jax.layers.schema import Params, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule
 from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
 from pallas_kernels import Kernels
@@ -78,6 +79,20 @@ class Config:
         fields = {name: require(text, name, inside) for name in names}
         return cls(**fields, **mrope(text, inside))
 
+    def to_hf(self) -> dict[str, Any]:
+        """As much of the target's config as `from_hf` reads."""
+        fields = dataclasses.asdict(self)
+        rope = {
+            "rope_type": "default",
+            "rope_theta": fields.pop("rope_theta"),
+            "partial_rotary_factor": fields.pop("rotary_dim") / self.head_dim,
+            "mrope_section": list(fields.pop("mrope_section")),
+            "mrope_interleaved": True,
+        }
+        own = {"hidden_act": "silu", "attention_bias": False, "mtp_num_hidden_layers": 1}
+        text = {**fields, **own, "rope_parameters": rope}
+        return {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +104,17 @@ class MTPState:
     hidden: `[B, D]`, the target's hidden state of the last absorbed token.
     positions: int32 `[A, B]`, its rotary position.
     """
+
+    cache: AttentionCache
+    hidden: Array
+    positions: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class WholeRows:
+    """Rows to train over: cache as in `MTPState`, the target's hidden state `[B, S, D]` and rotary
+    position `[A, B, S]` of every token."""
 
     cache: AttentionCache
     hidden: Array
@@ -205,6 +231,11 @@ class Qwen35MTP:
     def abstract_params(self) -> Params:
         return _structure(self.config, self.dtype)[1]
 
+    def init_params(self, seed: int) -> Params:
+        """Fresh parameters for training."""
+        dtype = jnp.dtype(self.dtype)
+        return initialise(lambda rngs: Model(self.config, dtype=dtype, rngs=rngs), seed)
+
     def model(self, params: Params) -> Model:
         """The module over `params`; call inside `jax.jit`."""
         return nnx.merge(_structure(self.config, self.dtype)[0], params)
@@ -270,6 +301,79 @@ class Qwen35MTP:
             jnp.zeros((*anchor.ids.shape, count), jnp.int32),
         )
         return Proposal(ids=lax.fori_loop(0, count, draft, start)[2])
+
+    def context_state(
+        self,
+        params: Params,
+        features: Float[Array, "B S D"],
+        rows: Float[Array, "B S D"] | None,
+        positions: Int[Array, "3 B S"] | None,
+    ) -> WholeRows:
+        """What blocks of whole rows are trained over: keys and values made of the target's hidden
+        states at every token but the last.
+
+        Raises:
+            ValueError: rows or positions are missing.
+        """
+        if rows is None or positions is None:
+            raise ValueError("an MTP head is trained on table rows and rotary positions too")
+        batch, width = features.shape[:2]
+        empty = self.init_state(batch, width).cache
+        zero = jnp.zeros((batch,), jnp.int32)
+        later, dtype = jnp.roll(rows, -1, axis=1), jnp.dtype(self.dtype)
+        _, cache = self.model(params)(
+            later.astype(dtype), features.astype(dtype), positions, empty, zero, zero + width
+        )
+        return WholeRows(cache=cache, hidden=features, positions=positions)
+
+    def block_inputs(
+        self, anchor: Int[Array, "B A"], labels: Int[Array, "B A drafts"]
+    ) -> Int[Array, "B A drafts"]:
+        """What a chain is trained from: its anchor and the right tokens."""
+        return jnp.concatenate([anchor[..., None], labels[..., :-1]], axis=-1)
+
+    def block_logits(
+        self,
+        params: Params,
+        heads: Heads,
+        state: WholeRows,
+        ids: Int[Array, "B A drafts"],
+        anchors: Int[Array, "B A"],
+        first: Int[Array, "B A"] | None = None,
+    ) -> Float[Array, "B A drafts V"]:
+        """fp32 logits of chains after `anchors`, each step on the hidden state of the one before,
+        as `propose` makes them where it drafts the right tokens.
+
+        Raises:
+            ValueError: rows are packed.
+        """
+        if first is not None:
+            raise ValueError("packed rows are not supported for an MTP head")
+        model, (B, A, count) = self.model(params), ids.shape
+        rows = heads.embed(ids.reshape(B, A * count)).reshape(B, A, count, -1)
+        place = jnp.maximum(anchors[..., None] - 1 + jnp.arange(count), 0)
+        place = jnp.minimum(place, state.hidden.shape[1] - 1).reshape(B, -1)
+        positions = jnp.take_along_axis(state.positions, place[None], axis=2)
+        positions = positions.reshape(-1, B, A, count)
+        before = jnp.maximum(anchors - 1, 0)
+        last = jnp.take_along_axis(state.hidden, before[..., None], axis=1)
+
+        def run(rows: Array, hidden: Array, positions: Array, length: Array) -> Array:
+            none = jnp.zeros_like(length)
+            return model(rows, hidden, positions, state.cache, length, none)[0]
+
+        chains = jax.vmap(run, in_axes=(1, 1, 2, 1), out_axes=1)
+        hidden, made = last[:, :, None].astype(rows.dtype), []
+        for step in range(1, count + 1):
+            out = chains(rows[:, :, :step], hidden, positions[..., :step], before)[:, :, -1:]
+            hidden = jnp.concatenate([hidden, out.astype(hidden.dtype)], axis=2)
+            made.append(out)
+        return heads.logits(jnp.concatenate(made, axis=2))
+
+    @property
+    def score_rows(self) -> int:
+        """Query rows of a chain whose scores exist at once, heads counted."""
+        return self.config.num_attention_heads * sum(range(1, self.block))
 
     def weight_rules(self) -> list[Rule]:
         norms = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]

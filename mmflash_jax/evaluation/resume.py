@@ -22,6 +22,7 @@ def journal_of(config: ServeConfig, output: Path, plan: Plan, prompts: Sequence[
     header = {
         "target": config.target,
         "draft": config.draft,
+        "draft_tokens": config.draft_tokens,
         "dtype": plan.target.dtype,
         "stop_ids": list(plan.stop_ids),
         "prompts": _digest(prompts),

@@ -19,13 +19,14 @@ import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from mmflash_jax.drafters import DFlash
+from mmflash_jax.drafters import DRAFTERS, DFlash
 from mmflash_jax.drafters.speculators_layout import to_speculators
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import load_any_drafter
 from mmflash_jax.registry import PAIRS, pair
 from mmflash_jax.sharding import replicated
 from mmflash_jax.training.checkpoint import read_checkpoint
+from mmflash_jax.training.objective import Trained
 from mmflash_jax.weights import TensorStore, WeightsError, export_params, write_checkpoint
 from mmflash_jax.weights.hf_config import ConfigError, read_json, require
 
@@ -52,7 +53,7 @@ class Arguments:
 
 def write_draft(
     folder: Path,
-    drafter: DFlash,
+    drafter: Trained,
     params: Params,
     layout: Layout = "zlab",
     target: str | None = None,
@@ -67,6 +68,11 @@ def write_draft(
     if jax.process_index() == 0:
         config = drafter.config.to_hf()
         if layout == "speculators":
+            if not isinstance(drafter, DFlash):
+                raise ConfigError(
+                    "the speculators layout holds DFlash drafts here; an MTP head goes beside its "
+                    "target's weights, as the zlab layout writes it"
+                )
             config = to_speculators(config, *_verifier(target))
         tensors = export_params(drafter.weight_rules(), params)
         write_checkpoint(folder, tensors, config)
@@ -101,7 +107,7 @@ def export_run(
         ConfigError: there is no such checkpoint.
     """
     record, restore = read_checkpoint(output / "checkpoints", step)
-    drafter = DFlash.from_hf(record["draft"], "float32")
+    drafter = DRAFTERS[record["draft"]["architectures"][0]].from_hf(record["draft"], "float32")
     device = SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=device),
@@ -121,7 +127,7 @@ def _verifier(target: str | None) -> tuple[str, list[str]]:
     return name, require(read_json(path), "architectures", str(path))
 
 
-def _check_written(folder: Path, drafter: DFlash, tensors: dict[str, np.ndarray]) -> None:
+def _check_written(folder: Path, drafter: Trained, tensors: dict[str, np.ndarray]) -> None:
     read = type(drafter.config).from_hf(read_json(folder / "config.json"))
     if read != drafter.config:
         raise WeightsError(f"{folder}/config.json reads back as {read}, not as {drafter.config}")

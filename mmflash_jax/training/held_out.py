@@ -12,7 +12,7 @@ import numpy as np
 
 from mmflash_jax.config import TrainConfig, VisualConfig
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.drafters.dflash import DFlash
+from mmflash_jax.drafters import Drafter
 from mmflash_jax.engine.offline import Answers
 from mmflash_jax.engine.prompts import PromptEncoder
 from mmflash_jax.evaluation.measure import decode_all, measure
@@ -90,7 +90,7 @@ class Evaluation:
             self._config.generate.batch,
         )  # fmt: skip
 
-    def run(self, drafter: DFlash, params: Params, path: Path) -> dict[str, Any]:
+    def run(self, drafter: Drafter, params: Params, path: Path) -> dict[str, Any]:
         """Figures of a draft, also written to `path`."""
         plan = dataclasses.replace(self._plain, drafter=drafter)
         everything = {"target": self._target_params, "drafter": params}

@@ -1,6 +1,7 @@
 """The training loop: steps, metrics, checkpoints, and what ends a run before its last step."""
 
 import contextlib
+import dataclasses
 import logging
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -12,13 +13,13 @@ from tqdm import tqdm
 
 from mmflash_jax.config import TrainConfig
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.sharding import make_training_mesh, place, replicated, split_largest_axis
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row
 from mmflash_jax.training.feed import batches, to_devices
 from mmflash_jax.training.metrics import MetricsWriter
+from mmflash_jax.training.objective import Trained
 from mmflash_jax.training.processes import largest_anywhere
 from mmflash_jax.training.signals import StopRequest
 from mmflash_jax.training.step import (
@@ -77,7 +78,8 @@ def fit(
         Stopped: a signal asked for it.
     """
     settings = config.optimiser
-    wide = DFlash(plan.drafter.config, "float32")  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(plan.drafter, Trained)
+    wide = dataclasses.replace(plan.drafter, dtype="float32")
     mesh = make_training_mesh(config.mesh.data, config.mesh.fsdp)
     recipe = Recipe(plan, make_optimiser(settings), config.objective, settings.accumulate, mesh)
     params = wide.init_params(settings.seed)

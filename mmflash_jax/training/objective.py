@@ -7,7 +7,7 @@ computed once, and everything after them runs over a chunk of blocks at a time, 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmflash_jax.config import ObjectiveConfig
-from mmflash_jax.drafters import Heads
-from mmflash_jax.drafters.dflash import DFlash, DFlashState, block_ids
+from mmflash_jax.drafters import DFlash, Heads, Qwen35MTP
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.training.blocks import (
     at_anchors,
@@ -28,6 +27,8 @@ from mmflash_jax.training.blocks import (
 from mmflash_jax.training.divergence import kl_divergence
 
 T = TypeVar("T")
+Trained = DFlash | Qwen35MTP
+"""Draft methods that can be trained."""
 
 CHUNK_BYTES = 2**30
 
@@ -62,7 +63,7 @@ class Sums(NamedTuple):
 
 
 def block_loss(
-    drafter: DFlash,
+    drafter: Trained,
     params: Params,
     heads: Heads,
     features: Float[Array, "B S features"],
@@ -72,13 +73,19 @@ def block_loss(
     valid: Bool[Array, "B A"],
     settings: ObjectiveConfig,
     *,
+    rows: Float[Array, "B S D"] | None = None,
+    positions: Int[Array, "P B S"] | None = None,
     token_weight: Float[Array, "B S"] | None = None,
     segments: Int[Array, "B S"] | None = None,
     teacher_hidden: Float[Array, "B S D"] | None = None,
     teacher_logits: Callable[[Array], Array] | None = None,
     devices: int = 1,
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Weighted mean loss of all masked slots, and metrics.
+    """Weighted mean loss of all drafts of all blocks, and metrics.
+
+    A DFlash block is an anchor and masked slots; a chain's drafts each come after the right tokens,
+    with its own hidden states fed back. A chain also needs the `rows` of the target's table and the
+    rotary `positions` (`drafters.base.Context`).
 
     The loss of slot k is multiplied by its position weight and by the label's `token_weight`
     (visual tokens count more). The sum is divided by the sum of position weights of supervised
@@ -101,7 +108,7 @@ def block_loss(
     """
     if settings.loss == "kl" and (teacher_hidden is None or teacher_logits is None):
         raise ValueError("the kl loss needs teacher_hidden and teacher_logits")
-    state = drafter.context_state(_as(params, drafter.dtype), features)
+    state = drafter.context_state(_as(params, drafter.dtype), features, rows, positions)
     # Sums over chunks of what these receive as gradients are better made in the wider dtype.
     state = _as(state, "float32")
     blocks = _blocks(drafter, ids, total_len, anchors, valid, settings, token_weight, segments)
@@ -109,9 +116,9 @@ def block_loss(
         drafter, -(-anchors.shape[0] // devices), ids.shape[1], kl=settings.loss == "kl"
     )
 
-    def sums_of(params: Params, state: DFlashState, part: Blocks) -> Sums:
+    def sums_of(params: Params, state: Any, part: Blocks) -> Sums:
         params, state = _as(params, drafter.dtype), _as(state, drafter.dtype)
-        logits = block_logits(drafter, params, heads, state, part.ids, part.anchors, part.first)
+        logits = drafter.block_logits(params, heads, state, part.ids, part.anchors, part.first)
         teacher = None
         if settings.loss == "kl":
             assert teacher_hidden is not None
@@ -135,34 +142,20 @@ def block_loss(
     return loss, metrics
 
 
-def block_logits(
-    drafter: DFlash,
-    params: Params,
-    heads: Heads,
-    state: DFlashState,
-    ids: Int[Array, "B A block"],
-    anchors: Int[Array, "B A"],
-    first: Int[Array, "B A"] | None = None,
-) -> Float[Array, "B A drafts V"]:
-    """fp32 logits of the masked slots of blocks over the row's context, by the serving code."""
-    hidden = drafter.denoise(params, state, ids, anchors, heads, first)
-    return drafter.logits(hidden[:, :, 1:], heads)
-
-
-def chunk_blocks(drafter: DFlash, rows: int, context: int, *, kl: bool = False) -> int:
+def chunk_blocks(drafter: Trained, rows: int, context: int, *, kl: bool = False) -> int:
     """Blocks of each of `rows` rows whose larger intermediate fits `CHUNK_BYTES` in fp32.
 
     That is either the logits (twice as many with a teacher's) or the attention scores of all
     layers. The backward pass holds a few arrays of that size, so the peak is a few times as high.
     """
-    c, block = drafter.config, drafter.block
-    logits = (block - 1) * c.vocab_size * (2 if kl else 1)
-    scores = len(c.layers) * c.num_attention_heads * block * (context + block)
+    block = drafter.block
+    logits = (block - 1) * drafter.config.vocab_size * (2 if kl else 1)
+    scores = drafter.score_rows * (context + block)
     return max(1, CHUNK_BYTES // (4 * rows * max(logits, scores)))
 
 
 def _blocks(
-    drafter: DFlash,
+    drafter: Trained,
     ids: Int[Array, "B S"],
     total_len: Int[Array, " B"],
     anchors: Int[Array, "B A"],
@@ -184,7 +177,7 @@ def _blocks(
         anchors=anchors,
         first=None if segments is None else at_anchors(document_starts(segments), anchors),
         valid=valid,
-        ids=block_ids(at_anchors(ids, anchors), drafter.config),
+        ids=drafter.block_inputs(at_anchors(ids, anchors), labels),
         labels=labels,
         weights=weights,
         token_weight=ones if token_weight is None else at_anchors(token_weight, slots),
@@ -226,9 +219,9 @@ def _divergence(teacher: Float[Array, "*b V"], draft: Float[Array, "*b V"]) -> F
 
 
 def _over_chunks(
-    sums_of: Callable[[Params, DFlashState, Blocks], Sums],
+    sums_of: Callable[[Params, Any, Blocks], Sums],
     params: Params,
-    state: DFlashState,
+    state: Any,
     blocks: Blocks,
     chunk: int,
 ) -> Sums:
@@ -257,5 +250,9 @@ def _over_chunks(
 
 
 def _as(tree: T, dtype: str) -> T:
-    """Every array of `tree` in `dtype`."""
-    return jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), tree)
+    """Every array of `tree` in `dtype`, but integers as they are."""
+
+    def cast(x: Array) -> Array:
+        return x.astype(jnp.dtype(dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)

@@ -17,11 +17,10 @@ from jaxtyping import Array
 from mmflash_jax.config import ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.decode.step import borrow_heads
-from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.sharding import split_largest_axis
 from mmflash_jax.training.blocks import sample_anchors
-from mmflash_jax.training.objective import block_loss
+from mmflash_jax.training.objective import Trained, block_loss
 from mmflash_jax.training.teacher import whole_rows
 
 METRICS = ("loss", "accuracy", "kept", "grad_norm")
@@ -159,17 +158,22 @@ def _loss_and_gradients(
     recipe: Recipe, target_params: Params, params: Params, rows: dict[str, Array]
 ) -> tuple[tuple[Array, dict[str, Array]], Params]:
     drafter = recipe.plan.drafter
-    assert isinstance(drafter, DFlash)
+    assert isinstance(drafter, Trained)
     if "features" in rows:
         features, hidden = rows["features"], rows.get("hidden")
     else:
         features, hidden = target_states(recipe.plan, target_params, rows)
     heads = borrow_heads(recipe.plan, {"target": target_params})
+    table_rows = recipe.plan.target.embed_raw(
+        target_params, rows["ids"], rows["media"], rows["media_idx"]
+    )
 
     def loss(params: Params) -> tuple[Array, dict[str, Array]]:
         return block_loss(
             drafter, params, heads, features, rows["ids"], rows["total_len"], rows["anchors"],
             rows["valid"], recipe.objective,
+            rows=table_rows,
+            positions=rows["positions"],
             token_weight=rows.get("weight"),
             teacher_hidden=hidden,
             teacher_logits=functools.partial(recipe.plan.target.logits, target_params),

@@ -4,17 +4,17 @@ import dataclasses
 import logging
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.config import DraftShape, TrainConfig
+from mmflash_jax.config import DraftShape, MTPShape, TrainConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.drafters import NoDraft
-from mmflash_jax.drafters.dflash import DFlash
+from mmflash_jax.drafters import DFlash, NoDraft, Qwen35MTP
 from mmflash_jax.drafters.dflash_config import Config as DraftConfig
 from mmflash_jax.drafters.dflash_config import default_layer_ids
 from mmflash_jax.engine.prompts import PromptEncoder
@@ -29,15 +29,18 @@ from mmflash_jax.load import (
 )
 from mmflash_jax.registry import pair
 from mmflash_jax.targets import Target
+from mmflash_jax.targets.qwen3_5 import Qwen35
 from mmflash_jax.training.answers import answers_of
 from mmflash_jax.training.checkpoint import Checkpoints
 from mmflash_jax.training.data import Row, make_row, prompt_requests
 from mmflash_jax.training.export import as_shipped, join_parts, write_draft
 from mmflash_jax.training.held_out import Evaluation
 from mmflash_jax.training.loop import fit
+from mmflash_jax.training.objective import Trained
 from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
 from mmflash_jax.training.visual_kl import visual_weights
+from mmflash_jax.weights.hf_config import ConfigError, read_json
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +61,10 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     target, target_params = load_target(folder, dtype)
     encoder = PromptEncoder.from_checkpoint(folder, target)
     # A draft that does not fit costs no time either.
-    drafter = DFlash(draft_config(config.draft, target, encoder), dtype)
+    drafter = new_drafter(config.draft, folder, target, encoder)
     drafter.check_fit(target.config)
-    warn_of_ordinary_mask(drafter, encoder.tokenizer)
+    if isinstance(drafter, DFlash):
+        warn_of_ordinary_mask(drafter, encoder.tokenizer)
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     rows, held_out = prepare(plain, target_params, encoder, config)
 
@@ -80,7 +84,10 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if len(held_out) and jax.process_index() == 0:
         # What ships: the exported folder, read as a server reads it.
-        served, served_params = load_drafter(config.output / "draft", target, dtype)
+        served, served_params = load_drafter(
+            config.output / "draft", target, dtype,
+            draft_tokens=config.draft.draft_tokens if isinstance(config.draft, MTPShape) else None,
+        )  # fmt: skip
         figures = evaluation.run(served, served_params, config.output / "evaluation.json")
         plot_run(config.output, figures)
     wait_for_all()
@@ -127,6 +134,28 @@ def prepare(
         len(rows), len(made), config.row_length, sum(row.supervised for row in rows),
     )  # fmt: skip
     return rows, held_out
+
+
+def new_drafter(
+    shape: DraftShape | MTPShape, folder: Path, target: Target, encoder: PromptEncoder
+) -> Trained:
+    """The plan of a new draft for the target in `folder`.
+
+    Raises:
+        ConfigError: an MTP head is asked for and the target is no Qwen3.5.
+    """
+    if isinstance(shape, DraftShape):
+        return DFlash(draft_config(shape, target, encoder), target.dtype)
+    config = read_json(folder / "config.json")
+    if not isinstance(target, Qwen35):
+        raise ConfigError(
+            f"draft.kind is 'mtp', but {folder} is a {config['architectures']}; MTP heads are "
+            "trained for Qwen3.5"
+        )
+    # The target need not have had a head.
+    text = {**config["text_config"], "mtp_num_hidden_layers": 1}
+    made = Qwen35MTP.from_hf({**config, "text_config": text}, target.dtype)
+    return dataclasses.replace(made, draft_tokens=shape.draft_tokens)
 
 
 def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> DraftConfig:

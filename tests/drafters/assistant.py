@@ -17,7 +17,7 @@ def tiny_assistant(folder: Path, target: Any, *, seed: int = 0, **changes: Any) 
     `changes` replace fields of the assistant's own config.
     """
     torch.manual_seed(seed)
-    text = Gemma4TextConfig(
+    fields: dict[str, Any] = dict(  # noqa: C408 - as a config is written
         vocab_size=VOCAB_SIZE,
         vocab_size_per_layer_input=0,
         hidden_size=24,
@@ -43,6 +43,7 @@ def tiny_assistant(folder: Path, target: Any, *, seed: int = 0, **changes: Any) 
         bos_token_id=2,
         eos_token_id=1,
     )
+    text = Gemma4TextConfig(**fields)
     own = {
         "backbone_hidden_size": target["hidden_size"],
         "use_ordered_embeddings": True,

@@ -44,8 +44,8 @@ class Head(nn.Module):
 
 def add_head(folder: Path, text: Any, seed: int = 5) -> Head:
     """Make a random head for the text config of the checkpoint in `folder` and save it there."""
+    text._attn_implementation = "eager"
     head = Head(text).eval()
-    head.layers[0].self_attn.config._attn_implementation = "eager"
     tiny.randomise(head, seed)
     tensors = {f"mtp.{name}": value for name, value in head.state_dict().items()}
     path = folder / "model.safetensors"

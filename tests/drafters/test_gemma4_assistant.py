@@ -1,6 +1,8 @@
 """Gemma 4's assistant against transformers' own, fp32."""
 
+import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mmflash_jax.drafters import FitError, Gemma4Assistant, Heads
+from mmflash_jax.decode.prefill import run_prompts
+from mmflash_jax.decode.records import Plan
+from mmflash_jax.drafters import FitError, Gemma4Assistant, Heads, NoDraft
 from mmflash_jax.drafters.base import most_likely
 from mmflash_jax.layers.cache import CachedKeys, empty_cache, write_cache
 from mmflash_jax.load import load_drafter, load_target
@@ -17,6 +21,7 @@ from mmflash_jax.weights import WeightsError
 from mmflash_jax.weights.hf_config import ConfigError
 from tests.drafters import assistant
 from tests.drafts import anchor_of, context_of
+from tests.targets.prompts import make_prompt
 from tests.tiny_gemma4 import FULL, SLIDING, tiny_gemma4
 from tests.tolerances import MODEL, assert_close
 
@@ -81,7 +86,7 @@ def test_chain_logits_match_transformers(target, made):
     for taken, count in ((features, 1), (jnp.asarray(junk), 0)):
         counts = np.full(len(LENGTHS), count)
         state = drafter.absorb(weights, state, context_of(taken, LENGTHS - count, counts))
-    seen = []
+    seen: Any = []
 
     def pick(logits, first=0):
         assert int(first) == len(seen)
@@ -117,6 +122,24 @@ def test_chain_logits_match_transformers(target, made):
             np.testing.assert_array_equal(known, wanted > wanted.min(-1, keepdims=True))
         assert_close(seen[row][known], wanted[known], MODEL, f"row {row}")
         assert ids[row].tolist() == chosen
+
+
+def test_keys_and_values_are_those_that_transformers_shares(target):
+    """Of the last layer of each kind that makes its own: here the second sliding one."""
+    plan, params, reference, _ = target
+    ids = np.random.default_rng(2).integers(3, 256, 20)
+    with torch.no_grad():
+        wanted = reference.model(
+            input_ids=torch.from_numpy(ids)[None], return_shared_kv_states=True
+        ).shared_kv_states
+    prompt = dataclasses.replace(make_prompt(plan, 20, seed=0), ids=ids.astype(np.int32))
+    params = {"target": params, "drafter": {}}
+    cache = run_prompts(Plan(plan, NoDraft(), ()), params, [prompt], capacity=32).cache
+    for kind, (keys, values) in wanted.items():
+        for place in (12, 19):
+            row = plan.keys_values(cache, kind).row(jnp.array([place]))
+            for ours, theirs in zip(row, (keys, values), strict=True):
+                assert_close(ours[0, 0], theirs[0, :, place], MODEL, f"{kind} {place}")
 
 
 def test_every_tensor_is_used_and_has_its_place(made):

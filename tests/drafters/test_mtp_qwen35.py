@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ def test_chain_logits_match_the_reference(made):
     data = list(context_rows(table.shape[1]))
     state = absorb_pieces(drafter, params, data)
     anchors, later = np.array([7, 130, 65]), np.array([4, 60, 31])
-    seen = []
+    seen: Any = []
 
     def pick(logits, first=0):
         assert int(first) == len(seen)

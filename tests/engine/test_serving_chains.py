@@ -70,4 +70,4 @@ def test_requests_that_come_and_go_get_their_plain_answers(family, shape, tmp_pa
     assert compiled_programs() == before
     for width in (2, 4):
         name = "mmflash_steps_by_draft_width_total"
-        assert engine.metrics.registry.get_sample_value(name, {"width": str(width)}) > 0
+        assert engine.metrics.registry.get_sample_value(name, {"width": str(width)})

@@ -13,7 +13,7 @@ import pytest
 
 from mmflash_jax.config import ObjectiveConfig
 from mmflash_jax.training.blocks import at_anchors, document_starts
-from mmflash_jax.training.objective import block_logits, block_loss
+from mmflash_jax.training.objective import block_loss
 from tests.tolerances import LAYER, assert_close
 from tests.training import brute, toy
 
@@ -66,8 +66,8 @@ def test_logits_are_those_of_the_mask_table(kind, name):
         state = plan.context_state(params, features)
         start = jnp.full((*anchors.shape, toy.BLOCK), plan.config.mask_token_id)
         start = start.at[:, :, 0].set(at_anchors(ids, anchors))
-        return block_logits(
-            plan, params, toy.Recorder().heads, state, start, anchors,
+        return plan.block_logits(
+            params, toy.Recorder().heads, state, start, anchors,
             first if name == "packed" else None,
         )  # fmt: skip
 
