@@ -128,6 +128,11 @@ def default_layer_ids(target_layers: int) -> tuple[int, ...]:
 
 def _eagle(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The layer and EAGLE's own fields, at top level and in `eagle_config`."""
+    if config.get("draft_vocab_size") is None:
+        raise ConfigError(
+            f"{where} lacks 'draft_vocab_size', which every EAGLE-3 draft has: a plain Llama is no "
+            "draft; name another folder"
+        )
     nested = dict(config.get("eagle_config") or {})
     expect(config, where, model_type=["llama"])
     expect(nested, f"{where} eagle_config", use_aux_hidden_state=[True])

@@ -139,7 +139,11 @@ def test_penalties_and_logprobs_follow_the_branch(bench):
     got = generate(plan, params, prompts)
     assert answers(got) == answers(wanted)
     assert (np.asarray(got.steps) < 0.8 * MAX_TOKENS).all()
+    assert got.adjustments is not None
+    assert wanted.adjustments is not None
     np.testing.assert_array_equal(got.adjustments.counts, wanted.adjustments.counts)
+    assert got.logprobs is not None
+    assert wanted.logprobs is not None
     np.testing.assert_allclose(got.logprobs.chosen, wanted.logprobs.chosen, atol=1e-4)
     np.testing.assert_array_equal(got.logprobs.ids[..., 0], wanted.logprobs.ids[..., 0])
 

@@ -185,13 +185,12 @@ class Head:
         rows = np.concatenate([rows[1:], table[known[:1]]])
         x, hidden = torch.from_numpy(rows), fused
         weight, eps = self.tensors["norm.weight"], self.layer["rms_norm_eps"]
-        for id in [*known[1:], None]:
-            last = self.run(x, hidden)[-1:]
-            if id is None:
-                break
+        last = self.run(x, hidden)[-1:]
+        for id in known[1:]:
             fed = _norm(weight, last, eps) if self.own.get("norm_output") else last
             x = torch.cat([x, torch.from_numpy(table[[id]])])
             hidden = torch.cat([hidden, fed])
+            last = self.run(x, hidden)[-1:]
         drafted = (_norm(weight, last, eps) @ self.tensors["lm_head.weight"].T)[0].numpy()
         if "d2t" not in self.tensors:
             return drafted

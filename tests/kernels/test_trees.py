@@ -116,5 +116,7 @@ def test_a_kernel_by_name_takes_no_tree():
     parents = jnp.zeros(rest[1].shape[:2], jnp.int32)
     with pytest.raises(KernelError, match=r"gated_delta_step.*interpret.*tree.*reference"):
         gated_delta_tree(
-            ring, ring[:, : case.T], *rest, parents, key_heads=case.key_heads, kernels="interpret"
+            *(ring, ring[:, : case.T], *rest, parents),
+            key_heads=case.key_heads,
+            kernels="interpret",
         )
