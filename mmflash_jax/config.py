@@ -79,9 +79,13 @@ class ServeConfig(SamplingSettings):
     """Folder or hub id of the draft, "mtp" for the head that Qwen3.5 checkpoints bring, or "none".
     Default: what the short name brings."""
     draft_tokens: int | None = None
-    """Tokens that a step drafts one after another, for drafts that do (MTP, Gemma's assistant).
-    Default: 3 for MTP, 5 for the assistant. DFlash drafts a block of the size that it was trained
-    for."""
+    """Tokens that a step drafts, for drafts that make one after another (MTP, Gemma's assistant,
+    EAGLE-3). Default: 3 for MTP, 5 for the assistant; for EAGLE-3 what its checkpoint says or 3,
+    and 15 in a tree. DFlash drafts a block of the size that it was trained for."""
+    draft_top_k: int | None = None
+    """Let EAGLE-3 draft a tree, of which each level runs so many nodes. Default: 1, a chain."""
+    draft_depth: int | None = None
+    """Levels of that tree. Default: 5."""
     prompts: Path | None = None
     """JSONL or parquet file of prompts. Default: the bundled sample prompts."""
     output: Path | None = None
@@ -134,7 +138,7 @@ class ServeConfig(SamplingSettings):
         super().__post_init__()
         _positive(
             self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale",
-            "draft_tokens", "max_queue", "max_images", "max_image_mb",
+            "draft_tokens", "draft_top_k", "draft_depth", "max_queue", "max_images", "max_image_mb",
         )  # fmt: skip
         if self.port is not None and not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}, it must be from 0 to 65535")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from mmflash_jax.drafters import DRAFTERS, Chain, DFlash
+from mmflash_jax.drafters import DRAFTERS, Chain, DFlash, Eagle3
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.sharding import sharding_by_rules
 from mmflash_jax.targets import TARGETS, Target
@@ -64,6 +64,8 @@ def load_drafter(
     *,
     embedding_scale: float | None = None,
     draft_tokens: int | None = None,
+    draft_top_k: int | None = None,
+    draft_depth: int | None = None,
     kernels: Kernels = "reference",
 ) -> tuple[Any, Params]:
     """A draft checkpoint that fits `target`, of one of `DRAFTERS`.
@@ -71,7 +73,8 @@ def load_drafter(
     Its parameters are replicated over the mesh.
 
     `embedding_scale` replaces `input_embedding_scale` of a DFlash draft's config, `draft_tokens`
-    the number of tokens that a chain drafts.
+    the number of tokens that a chain drafts. `draft_top_k` and `draft_depth` make EAGLE-3 draft a
+    tree (`drafters.eagle3.Eagle3`).
 
     Raises:
         ConfigError: the configuration is not supported, or the draft has no such setting.
@@ -88,6 +91,15 @@ def load_drafter(
             )
         scaled = dataclasses.replace(drafter.config, input_embedding_scale=embedding_scale)
         drafter = dataclasses.replace(drafter, config=scaled)
+    if isinstance(drafter, Eagle3):
+        drafter = drafter.for_target(target.config)
+        drafter = drafter.shaped(tokens=draft_tokens, top_k=draft_top_k, depth=draft_depth)
+        params = _draft_params(folder, drafter, mesh)
+        drafter.check_params(params)
+        return drafter, params
+    for name, value in {"draft_top_k": draft_top_k, "draft_depth": draft_depth}.items():
+        if value is not None:
+            raise ConfigError(f"{name} is {value}, but {folder} is no EAGLE-3 draft; leave it out")
     if draft_tokens is not None:
         if not isinstance(drafter, Chain):
             raise ConfigError(

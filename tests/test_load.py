@@ -14,11 +14,11 @@ from tests.drafts import random_draft
 
 
 def test_unknown_architectures_are_named_with_the_known_ones(tmp_path, qwen35):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*Qwen3_5ForConditionalGeneration"):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OPTForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"OPTForCausalLM.*Qwen3_5ForConditionalGeneration"):
         load_target(tmp_path, "float32")
     target, _ = load_target(qwen35.folder, "float32")
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*DFlashDraftModel"):
+    with pytest.raises(ConfigError, match=r"OPTForCausalLM.*DFlashDraftModel"):
         load_drafter(tmp_path, target, "float32")
 
 

@@ -2,7 +2,10 @@
 
 A draft stays while it equals the target's own choice given all before it. The choice is the most
 likely token or a keyed sample (decode/sampling.py); either way the ids are those of plain decoding.
+In a tree "before" means above: a sample is a function of its place, which siblings share.
 """
+
+import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -10,12 +13,18 @@ from jaxtyping import Array, Int
 from mmflash_jax.decode.records import LENGTH, RUNNING, STOP, Acceptance, DecodeState, Verification
 from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Proposal
+from pallas_kernels import ancestors_of, depths_of
 
 
 def accept(
     state: DecodeState, proposal: Proposal, verification: Verification, stop_ids: tuple[int, ...]
 ) -> Acceptance:
-    """Keep the longest prefix of drafts that the target agrees with, and its next token."""
+    """Keep the longest prefix of drafts that the target agrees with, and its next token.
+
+    Of a tree it keeps the longest branch.
+    """
+    if proposal.parents is not None:
+        return _accept_branch(state, proposal.ids, proposal.parents, verification, stop_ids)
     place = state.num_tokens[:, None] + jnp.arange(verification.logits.shape[1])
     choice = choose(
         verification.logits, state.sampling, place, state.adjustments, drafted=proposal.ids
@@ -24,6 +33,36 @@ def accept(
     accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=-1), axis=-1)
     # Row `accepted` of `choice` is the bonus token, earlier rows equal the accepted drafts.
     return cut(state, choice, accepted + 1, stop_ids)
+
+
+def _accept_branch(
+    state: DecodeState,
+    drafted: Int[Array, "B drafts"],
+    parents: Int[Array, "B block"],
+    verification: Verification,
+    stop_ids: tuple[int, ...],
+) -> Acceptance:
+    """The longest branch of a tree on which every node is the target's choice after its parent.
+
+    All such branches hold the same ids, since the choice after a node is one token: the longest is
+    the answer of plain decoding as far as the tree reaches.
+    """
+    ancestors = ancestors_of(parents)
+    depth = depths_of(ancestors)
+    choice = choose(
+        verification.logits, state.sampling, state.num_tokens[:, None] + depth, state.adjustments,
+        drafted=drafted, before=ancestors[:, :, 1:],
+    )  # fmt: skip
+    agree = drafted == jnp.take_along_axis(choice, parents[:, 1:], axis=1)
+    agree = jnp.pad(agree, ((0, 0), (1, 0)), constant_values=True)
+    agreed = ~jnp.any(ancestors & ~agree[:, None], axis=-1)
+    tip = jnp.argmax(jnp.where(agreed, depth, -1), axis=-1)[:, None]
+    branch = jnp.take_along_axis(ancestors, tip[..., None], axis=1)[:, 0]
+    # Nodes are in topological order: those of the branch come first, from the anchor down.
+    path = jnp.argsort(~branch, axis=-1, stable=True).astype(jnp.int32)
+    count = jnp.take_along_axis(depth, tip, axis=1)[:, 0] + 1
+    decided = cut(state, jnp.take_along_axis(choice, path, axis=1), count, stop_ids)
+    return dataclasses.replace(decided, path=path)
 
 
 def cut(

@@ -2,8 +2,9 @@
 
 They act before temperature and filters, in the order of vLLM: bias, repetition, frequency,
 presence. Penalties depend on what was said before, and inside a drafted block that is the draft:
-place t is scored as if the drafts before it were said. Places up to the first wrong draft have a
-true prefix, later ones are thrown away, so the chosen tokens are those of plain decoding.
+place t is scored as if the drafts before it (in a tree: above it) were said. Places up to the first
+wrong draft have a true prefix, later ones are thrown away, so the chosen tokens are those of plain
+decoding.
 """
 
 from collections.abc import Sequence
@@ -102,17 +103,21 @@ def adjust(
     logits: Float[Array, "B T V"],
     adjustments: Adjustments | None,
     drafted: Int[Array, "B drafts"] | None = None,
+    before: Bool[Array, "B T drafts"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Logits as the requests want them; place t counts the first t drafts as said.
 
-    Without `drafted` every place counts the answer so far alone.
+    Without `drafted` every place counts the answer so far alone. Where the drafts are a tree,
+    `before` says which of them each place counts.
     """
     if adjustments is None:
         return logits
     a = adjustments
     counts = a.counts[:, None]
     if drafted is not None:
-        counts = counts + _said_before(drafted, logits.shape[1], logits.shape[2])
+        if before is None:
+            before = jnp.arange(logits.shape[1])[:, None] > jnp.arange(drafted.shape[1])
+        counts = counts + _said_before(drafted, before, logits.shape[2])
     said = counts > 0
     biased = logits + a.bias[:, None]
     penalty = a.repetition[:, None, None]
@@ -122,12 +127,12 @@ def adjust(
 
 
 def _said_before(
-    drafted: Int[Array, "B drafts"], places: int, vocabulary: int
+    drafted: Int[Array, "B drafts"], before: Bool[Array, "*#B T drafts"], vocabulary: int
 ) -> Int[Array, "B T V"]:
     """How often each token is among the drafts before each place."""
+    places = before.shape[-2]
     rows = jnp.arange(drafted.shape[0])[:, None, None]
     place = jnp.arange(places)[:, None]
-    before = place > jnp.arange(drafted.shape[1])
     none = jnp.zeros((drafted.shape[0], places, vocabulary), jnp.int32)
     return none.at[rows, place, drafted[:, None, :]].add(before.astype(jnp.int32))
 

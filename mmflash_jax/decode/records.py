@@ -150,9 +150,9 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The target's view of a block.
+    """The target's view of a block, a chain or a tree.
 
-    logits: fp32 `[B, block, V]`; row t is about the token after block token t.
+    logits: fp32 `[B, block, V]`; row t is about the token after block token (or node) t.
     features: `[B, block, features]`.
     cache: uncommitted.
     """
@@ -173,9 +173,12 @@ class Acceptance:
     drafted: int32 `[B]`, how many of these are drafts: the first ones, `count` - 1 of them unless
         the row was cut inside them.
     reason: int32 `[B]`, the row's state after this step.
+    path: int32 `[B, block]`, where the block was a tree: the nodes that stay, from the anchor down.
+        `count` of them count. None for a chain, of which the first `count` tokens stay.
     """
 
     ids: Int[Array, "B block"]
     count: Int[Array, " B"]
     drafted: Int[Array, " B"]
     reason: Int[Array, " B"]
+    path: Int[Array, "B block"] | None = None

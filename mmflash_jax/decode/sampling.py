@@ -9,7 +9,7 @@ so whatever the draft does the answer is an exact sample of the target. The usua
 (arXiv 2211.17192) accepts a little more often, and gives another text for each draft.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -67,27 +67,55 @@ def choose(
     place: Int[Array, "B T"],
     adjustments: Adjustments | None = None,
     drafted: Int[Array, "B drafts"] | None = None,
+    before: Bool[Array, "B T drafts"] | None = None,
 ) -> Int[Array, "B T"]:
     """The token of each distribution; `place` is its index in the row's answer.
 
     Greedy rows take the most likely token, the lowest id among equals. `adjustments` act on the
-    logits first, with the drafts that come before each place (decode/adjust.py).
+    logits first, with the drafts that come before each place (decode/adjust.py). The noise is of
+    the place alone, so places may repeat: siblings in a tree of drafts draw with the same noise.
     """
 
     def likeliest() -> Array:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def as_asked() -> Array:
-        wanted = adjust(logits, adjustments, drafted)
+        wanted = adjust(logits, adjustments, drafted, before)
         return jnp.argmax(scores(wanted, sampling, place), axis=-1).astype(jnp.int32)
 
-    if sampling is None and adjustments is None:
-        return likeliest()
-    # Filters, noise and penalties are dozens of passes over the vocabulary: only while some row
-    # asks for them.
+    return _if_asked(sampling, adjustments, as_asked, likeliest)
+
+
+def rank(
+    logits: Float[Array, "B T V"],
+    sampling: Sampling | None,
+    place: Int[Array, "B T"],
+    adjustments: Adjustments | None = None,
+) -> Float[Array, "B T V"]:
+    """How likely a draft holds each token to be the target's choice, as fp32 log-probabilities.
+
+    In greedy rows they are the draft's own. A sampled token is the largest of log-probability plus
+    noise, and the noise is known: there they are the softmax of that sum.
+    """
+
+    def as_asked() -> Array:
+        return scores(adjust(logits, adjustments), sampling, place).astype(jnp.float32)
+
+    wanted = _if_asked(sampling, adjustments, as_asked, lambda: logits.astype(jnp.float32))
+    return jax.nn.log_softmax(wanted, axis=-1)
+
+
+def _if_asked(
+    sampling: Sampling | None,
+    adjustments: Adjustments | None,
+    as_asked: Callable[[], Array],
+    plain: Callable[[], Array],
+) -> Array:
+    """`as_asked` if some row samples or adjusts its logits: these are dozens of passes over the
+    vocabulary."""
     asked = [] if sampling is None else [jnp.any(sampling.temperature > 0)]
     asked += [] if adjustments is None else [jnp.any(adjustments.active)]
-    return lax.cond(jnp.any(jnp.stack(asked)), as_asked, likeliest)
+    return lax.cond(jnp.any(jnp.stack(asked)), as_asked, plain) if asked else plain()
 
 
 def scores(

@@ -15,9 +15,11 @@ from mmflash_jax.decode.accept import accept
 from mmflash_jax.decode.adjust import count_tokens
 from mmflash_jax.decode.logprobs import note
 from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verification
-from mmflash_jax.decode.sampling import choose
+from mmflash_jax.decode.sampling import choose, rank
 from mmflash_jax.drafters import Anchor, Context, Heads, Proposal
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.layers.tree import along
+from pallas_kernels import ancestors_of, depths_of
 
 
 def borrow_heads(plan: Plan, params: Params) -> Heads:
@@ -34,9 +36,15 @@ def _pick(plan: Plan, state: DecodeState, logits: Array, first: int | Array = 0)
     return choose(plan.tokens_only(logits), state.sampling, place, state.adjustments)
 
 
-def _positions(plan: Plan, state: DecodeState, count: int) -> Int[Array, "A B count"]:
-    """Rotary positions of the anchor and the tokens after it, `count` in all."""
-    index = state.length[:, None] + jnp.arange(count)
+def _rank(plan: Plan, state: DecodeState, logits: Array, first: int | Array = 0) -> Array:
+    """A draft's log-likelihoods of the ids for draft number `first`, by the same rule."""
+    place = jnp.broadcast_to(state.num_tokens[:, None] + first, logits.shape[:2])
+    return rank(plan.tokens_only(logits), state.sampling, place, state.adjustments)
+
+
+def _positions(plan: Plan, state: DecodeState, after: Int[Array, "*#B T"]) -> Int[Array, "A B T"]:
+    """Rotary positions of tokens that stand `after` the anchor by so much."""
+    index = state.length[:, None] + after
     return jnp.broadcast_to(
         index + state.rope_shift[:, None], (plan.target.position_axes, *index.shape)
     )
@@ -50,6 +58,8 @@ def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
         verification = verify(plan, params, state, proposal)
     with jax.named_scope("accept"):
         rule = plan.rule or accept
+        if plan.rule is not None and proposal.parents is not None:
+            raise ValueError("the plan's rule replaces acceptance of a chain, the draft is a tree")
         acceptance = rule(state, proposal, verification, plan.stop_ids)
     with jax.named_scope("commit"):
         return commit(plan, params, state, verification, acceptance)
@@ -60,28 +70,30 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> Proposal:
     heads = dataclasses.replace(
         borrow_heads(plan, params),
         pick=functools.partial(_pick, plan, state),
+        rank=functools.partial(_rank, plan, state),
         keys_values=functools.partial(plan.target.keys_values, state.cache),
     )
-    anchor = Anchor(
-        ids=state.anchor, length=state.length, positions=_positions(plan, state, 1)[..., 0]
-    )
+    positions = _positions(plan, state, jnp.zeros((1,), jnp.int32))
+    anchor = Anchor(ids=state.anchor, length=state.length, positions=positions[..., 0])
     return plan.drafter.propose(params["drafter"], state.draft, anchor, heads)
 
 
 def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -> Verification:
-    """One target pass over the anchor and its drafts."""
-    target = plan.target
+    """One target pass over the anchor and its drafts, a chain or a tree."""
+    target, parents = plan.target, proposal.parents
     block = plan.drafter.block
     ids = jnp.concatenate([state.anchor[:, None], proposal.ids], axis=1)
     ids = jnp.pad(ids, ((0, 0), (0, plan.width(len(ids)) - block)))
+    after = jnp.arange(ids.shape[1]) if parents is None else depths_of(ancestors_of(parents))
     out = target.forward(
         params["target"],
         target.embed(params["target"], ids),
-        _positions(plan, state, ids.shape[1]),
+        _positions(plan, state, after),
         state.cache,
         state.length,
         jnp.where(state.running, block, 0),
         capture=plan.drafter.capture,
+        parents=parents,
     )
     logits = plan.tokens_only(target.logits(params["target"], out.hidden)[:, :block])
     return Verification(logits=logits, features=out.features[:, :block], cache=out.cache)
@@ -97,9 +109,12 @@ def commit(
     """The next state: the block's first `count` tokens enter the caches, the last new one waits.
 
     Of `count` new tokens the anchor and all but the last were in the block, so exactly `count`
-    block rows stay.
+    block rows stay: the first ones, or those of the accepted path through a tree.
     """
-    count = acceptance.count
+    count, path = acceptance.count, acceptance.path
+    features, logits = verification.features, verification.logits
+    if path is not None:
+        features, logits = along(path, features), along(path, logits)
     rows = jnp.arange(count.shape[0])[:, None]
     place = jnp.arange(acceptance.ids.shape[1])
     slot = jnp.where(
@@ -108,9 +123,9 @@ def commit(
     last = jnp.take_along_axis(acceptance.ids, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     kept = jnp.concatenate([state.anchor[:, None], acceptance.ids[:, :-1]], axis=1)
     context = Context(
-        features=verification.features,
+        features=features,
         rows=plan.target.embed_raw(params["target"], kept),
-        positions=_positions(plan, state, kept.shape[1]),
+        positions=_positions(plan, state, place),
         length=state.length,
         count=count,
     )
@@ -124,8 +139,8 @@ def commit(
         steps=state.steps + state.running,
         committed=state.committed + (jnp.arange(state.committed.shape[1]) == count[:, None] - 1),
         drafted=state.drafted.at[rows, slot].set(place < acceptance.drafted[:, None], mode="drop"),
-        cache=plan.target.commit(verification.cache, count),
+        cache=plan.target.commit(verification.cache, count, path),
         draft=plan.drafter.absorb(params["drafter"], state.draft, context),
         adjustments=count_tokens(state.adjustments, acceptance.ids, count),
-        logprobs=note(state.logprobs, verification.logits, acceptance.ids, slot),
+        logprobs=note(state.logprobs, logits, acceptance.ids, slot),
     )

@@ -58,15 +58,27 @@ class Anchor:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Drafted ids `[B, block - 1]` for the positions after the anchor."""
+    """What comes after the anchor, as the draft has it.
+
+    ids: int32 `[B, block - 1]`, for the positions after the anchor, or of the nodes of a tree.
+    parents: None for a chain; int32 `[B, block]` for a tree (`pallas_kernels.tree`): node 0 is the
+        anchor, node i drafts `ids[:, i - 1]` as the token after its parent.
+    """
 
     ids: Array
+    parents: Array | None = None
 
 
 def most_likely(logits: Array, first: int | Array = 0) -> Array:
     """The id of the largest logit, the lowest among equals: `[..., V]` -> `[...]`."""
     del first
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def log_likelihood(logits: Array, first: int | Array = 0) -> Array:
+    """Log-probabilities `[..., V]` of `logits`."""
+    del first
+    return jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
 
 
 def _no_cache(kind: str) -> CachedKeys:
@@ -81,6 +93,8 @@ class Heads:
     logits: hidden `[..., D]` -> fp32 logits `[..., V]` without soft cap.
     pick: draft logits `[B, T, V]` of the drafts from number `first` on (0: the one right after the
         anchor) -> ids, by the rule that the target's tokens are chosen by.
+    rank: draft logits `[B, T, V]`, all of them for draft number `first` -> fp32 log-likelihood
+        `[B, T, V]` that each id is the target's choice there.
     keys_values: what the last layer of a kind ("full_attention", "sliding_attention") reads of the
         tokens before the anchor (`Target.keys_values`).
     """
@@ -88,6 +102,7 @@ class Heads:
     embed: Callable[[Array], Array]
     logits: Callable[[Array], Array]
     pick: Callable[..., Array] = most_likely
+    rank: Callable[..., Array] = log_likelihood
     keys_values: Callable[[str], CachedKeys] = _no_cache
 
 

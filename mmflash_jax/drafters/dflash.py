@@ -19,11 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash_config import Config, Layer
+from mmflash_jax.layers.attention import Attention
 from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
-from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
+from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule
 from pallas_kernels import Kernels, block_attention
@@ -38,35 +39,6 @@ class DFlashState:
     v: tuple[Array, ...]
 
 
-class Attention(nnx.Module):
-    """Queries from the block, keys and values from the context and the block."""
-
-    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.head_dim
-        inner, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        project = functools.partial(linear, dtype=dtype, rngs=rngs, bias=config.attention_bias)
-        self.q_proj = project(config.hidden_size, inner)
-        self.k_proj = project(config.hidden_size, kv)
-        self.v_proj = project(config.hidden_size, kv)
-        self.o_proj = project(inner, config.hidden_size)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-
-    def queries(
-        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"]
-    ) -> Float[Array, "R T N H"]:
-        q = self.q_proj(x).reshape(*x.shape[:2], self.heads, self.head_dim)
-        return apply_rotary(self.q_norm(q), angles)
-
-    def keys_values(
-        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"]
-    ) -> tuple[Float[Array, "R T K H"], Float[Array, "R T K H"]]:
-        k = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        return apply_rotary(self.k_norm(k), angles), v
-
-
 class DecoderLayer(nnx.Module):
     """A Qwen3 layer over the block; the context reaches it as keys and values only."""
 
@@ -76,7 +48,7 @@ class DecoderLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps, dtype=dtype
         )
-        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = Attention(config, config.hidden_size, dtype=dtype, rngs=rngs)
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(

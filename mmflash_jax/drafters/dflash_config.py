@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmflash_jax.drafters.speculators_layout import from_speculators
-from mmflash_jax.weights.hf_config import ConfigError, expect, require, rope_theta
+from mmflash_jax.weights.hf_config import (
+    ConfigError,
+    expect,
+    refuse_foreign_rotary,
+    require,
+    rope_theta,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,7 @@ class Config:
         if "speculators_model_type" in config:
             config, needed = from_speculators(config), []
         expect(config, where, hidden_act=["silu"], architectures=[["DFlashDraftModel"]])
-        _refuse_foreign_rotary(config, where)
+        refuse_foreign_rotary(config, where)
         names = [
             "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
             "head_dim", "rms_norm_eps", "vocab_size", *needed,
@@ -162,19 +168,6 @@ def _own(config: Mapping[str, Any], name: str, default: Any = None) -> Any:
         )
     found = top if nested is None else nested
     return default if found is None else found
-
-
-def _refuse_foreign_rotary(config: Mapping[str, Any], where: str) -> None:
-    """A draft rotates whole heads by token index; a target's rotary keys would change that."""
-    places = (config.get("rope_parameters"), config.get("rope_scaling"), config)
-    harmless = {"partial_rotary_factor": 1.0, "mrope_section": None, "mrope_interleaved": False}
-    for name, neutral in harmless.items():
-        for value in (place.get(name) for place in places if place):
-            if value not in (None, neutral):
-                raise ConfigError(
-                    f"{where}: {name} is {value!r}, but a DFlash draft uses plain 1-D rotary "
-                    "positions over the whole head; it was copied from the target, remove it"
-                )
 
 
 def _layers(config: Mapping[str, Any], where: str) -> tuple[Layer, ...]:

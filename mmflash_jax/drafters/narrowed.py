@@ -42,4 +42,6 @@ class Narrowed:
         if isinstance(drafter, Chain):
             drafter = dataclasses.replace(drafter, draft_tokens=self.width - 1)
         proposal = drafter.propose(params, state, anchor, heads)
-        return Proposal(ids=proposal.ids[:, : self.width - 1])
+        # Parents come before their children, so the first nodes of a tree are a tree.
+        parents = None if proposal.parents is None else proposal.parents[:, : self.width]
+        return Proposal(ids=proposal.ids[:, : self.width - 1], parents=parents)

@@ -66,6 +66,7 @@ def load(config: ServeConfig, beside: Session | None = None) -> Session:
         drafter, draft_params = load_drafter(
             draft_folder, target, dtype, mesh, kernels=kernels,
             embedding_scale=config.draft_embedding_scale, draft_tokens=config.draft_tokens,
+            draft_top_k=config.draft_top_k, draft_depth=config.draft_depth,
         )  # fmt: skip
     encoder = PromptEncoder.from_checkpoint(folder, target, thinking=config.thinking)
     if isinstance(drafter, DFlash):

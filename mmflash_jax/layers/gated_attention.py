@@ -15,6 +15,7 @@ from mmflash_jax.layers.cache import AttentionCache, write_cache
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.rotary import apply_rotary
+from mmflash_jax.layers.tree import BlockRows
 from pallas_kernels import Kernels, block_attention
 
 
@@ -59,6 +60,19 @@ class GatedAttention(nnx.Module):
         kernels: Kernels,
     ) -> tuple[Float[Array, "B T D"], AttentionCache]:
         """Output of T tokens from `length` on, and the cache with the first `count` of them."""
+        out, rows = self.attend(x, cache, angles, length, None, kernels)
+        return out, write_cache(cache, rows.k, rows.v, length, count)
+
+    def attend(
+        self,
+        x: Float[Array, "B T D"],
+        cache: AttentionCache,
+        angles: Float[Array, "B T half"],
+        length: Int[Array, " B"],
+        parents: Int[Array, "B T"] | None,
+        kernels: Kernels,
+    ) -> tuple[Float[Array, "B T D"], BlockRows]:
+        """Output of T tokens, a chain or a tree, whose keys and values wait beside the cache."""
         B, T, _ = x.shape
         # Query and gate sit side by side inside each head, not in two halves of the projection.
         q, gate = jnp.split(self.q_proj(x).reshape(B, T, self.heads, -1), 2, axis=-1)
@@ -68,7 +82,7 @@ class GatedAttention(nnx.Module):
         k = apply_rotary(self.k_norm(k), angles)
         mixed = block_attention(
             q, k_cache=cache.k, v_cache=cache.v, k_block=k, v_block=v, length=length,
-            scale=self.head_dim**-0.5, causal=True, kernels=kernels,
+            parents=parents, scale=self.head_dim**-0.5, causal=True, kernels=kernels,
         )  # fmt: skip
         gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
-        return self.o_proj(gated), write_cache(cache, k, v, length, count)
+        return self.o_proj(gated), BlockRows(cache=cache, k=k, v=v)

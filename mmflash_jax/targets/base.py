@@ -164,12 +164,24 @@ class Target(Protocol):
         count: Int[Array, " B"],
         *,
         capture: tuple[int, ...],
+        parents: Int[Array, "B T"] | None = None,
     ) -> TargetOutput:
-        """Run a drafted block; none of it counts until `commit` says how many tokens stay."""
+        """Run a drafted block; none of it counts until `commit` says how many tokens stay.
+
+        With `parents` the block is a tree (`pallas_kernels.tree`): every node is run as the last
+        token of its branch alone, at `length` plus its depth; `positions` say so already. Nothing
+        of it is written, so the result's cache fits `commit` only.
+        """
         ...
 
-    def commit(self, cache: Cache, keep: Int[Array, " B"]) -> Cache:
-        """Keep the first `keep` tokens of the block that `forward` ran last."""
+    def commit(
+        self, cache: Cache, keep: Int[Array, " B"], path: Int[Array, "B P"] | None = None
+    ) -> Cache:
+        """Keep the first `keep` tokens of the block that `forward` ran last.
+
+        Of a tree they are the first nodes of `path`, each the parent of the next. The cache is then
+        that of these tokens run as a chain. Entries behind `keep` may be any nodes.
+        """
         ...
 
     def keys_values(self, cache: Cache, kind: str) -> CachedKeys:

@@ -24,6 +24,7 @@ from mmflash_jax.layers.mlp import GeGLU, gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
+from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
 from mmflash_jax.targets.base import TargetOutput
 from mmflash_jax.targets.gemma4_config import Config, Layer
 from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
@@ -48,17 +49,6 @@ class Cache:
     """Keys and values of the layers that make them, by layer order."""
 
     layers: tuple[AttentionCache, ...]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class _Context:
-    """Keys and values that a layer reads: the cache before this pass, and the pass's own rows
-    `[B, T, K, H]`."""
-
-    cache: AttentionCache
-    k: Array
-    v: Array
 
 
 def _times(x: Float[Array, "*batch"], factor: float) -> Float[Array, "*batch"]:
@@ -97,16 +87,17 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "B T D"],
         angles: Float[Array, "B T half"],
-        context: _Context,
+        context: BlockRows,
         length: Int[Array, " B"],
+        parents: Int[Array, "B T"] | None,
         kernels: Kernels,
     ) -> Float[Array, "B T D"]:
         B, T, _ = x.shape
         q = apply_rotary(self.q_norm(self.q_proj(x).reshape(B, T, self.heads, -1)), angles)
         mixed = block_attention(
             q, k_cache=context.cache.k, v_cache=context.cache.v, k_block=context.k,
-            v_block=context.v, length=length, scale=1.0, causal=True, window=self.layer.window,
-            ring=self.layer.window is not None, kernels=kernels,
+            v_block=context.v, length=length, parents=parents, scale=1.0, causal=True,
+            window=self.layer.window, ring=self.layer.window is not None, kernels=kernels,
         )  # fmt: skip
         return self.o_proj(mixed.reshape(B, T, -1))
 
@@ -132,18 +123,19 @@ class DecoderLayer(nnx.Module):
         x: Float[Array, "B T D"],
         per_layer: Float[Array, "B T E"],
         angles: Float[Array, "B T half"],
-        cache: AttentionCache | _Context,
+        cache: AttentionCache | BlockRows,
         length: Int[Array, " B"],
+        parents: Int[Array, "B T"] | None,
         kernels: Kernels,
-    ) -> tuple[Float[Array, "B T D"], _Context]:
+    ) -> tuple[Float[Array, "B T D"], BlockRows]:
         """Output and the keys and values read; `cache` is a maker's own, or a reader's source."""
         normed = self.input_layernorm(x)
         if isinstance(cache, AttentionCache):
             k, v = self.self_attn.keys_values(normed, angles)
-            context = _Context(cache=cache, k=k, v=v)
+            context = BlockRows(cache=cache, k=k, v=v)
         else:
             context = cache
-        mixed = self.self_attn(normed, angles, context, length, kernels)
+        mixed = self.self_attn(normed, angles, context, length, parents, kernels)
         x = x + self.post_attention_layernorm(mixed)
         x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
         gate = gelu(self.per_layer_input_gate(x), approximate=True)
@@ -307,6 +299,15 @@ class Gemma4:
         self, params: Params, x: Embedded, positions: Int[Array, "1 B T"], cache: Cache,
         length: Int[Array, " B"], count: Int[Array, " B"], *, capture: tuple[int, ...],
     ) -> TargetOutput:  # fmt: skip
+        return self.forward(params, x, positions, cache, length, count, capture=capture)
+
+    def forward(
+        self, params: Params, x: Embedded, positions: Int[Array, "1 B T"], cache: Cache,
+        length: Int[Array, " B"], count: Int[Array, " B"], *, capture: tuple[int, ...],
+        parents: Int[Array, "B T"] | None = None,
+    ) -> TargetOutput:  # fmt: skip
+        """A drafted block is run like decided tokens: the committed length alone says what
+        counts."""
         model = self._model(params)
         angles = {
             (rotary, head_dim): proportional_angles(
@@ -315,8 +316,7 @@ class Gemma4:
             for rotary, head_dim in {_rotary_of(layer) for layer in self.config.layers}
         }
         own = iter(cache.layers)
-        contexts: dict[int, _Context] = {}
-        written: list[AttentionCache] = []
+        contexts: dict[int, BlockRows] = {}
         captured: dict[int, Array] = {}
         stream = x.x
         for index, layer in enumerate(self.config.layers):
@@ -325,29 +325,54 @@ class Gemma4:
             with jax.named_scope(f"layer_{index}"):
                 stream, context = model.layers[index](
                     stream, x.per_layer[:, :, index], angles[_rotary_of(layer)], read, length,
-                    self.kernels,
+                    parents, self.kernels,
                 )  # fmt: skip
             if is_maker:
                 contexts[index] = context
-                ring = layer.window is not None
-                written.append(
-                    write_cache(context.cache, context.k, context.v, length, count, ring=ring)
-                )
             if index in capture:
                 captured[index] = stream
+        made = tuple(contexts.values())
         hidden = model.norm(stream)
         return TargetOutput(
             hidden=hidden,
             features=join_captured(captured, capture, hidden),
-            cache=Cache(layers=tuple(written)),
+            cache=self._written(made, length, count)
+            if parents is None
+            else TreeCache(layers=made, length=length),
         )
 
-    # A drafted block is run like decided tokens: the committed length alone says what counts.
-    forward = prefill
+    def _written(
+        self, made: tuple[BlockRows, ...], length: Int[Array, " B"], count: Int[Array, " B"]
+    ) -> Cache:
+        """Caches after the first `count` tokens of a chain."""
+        return Cache(
+            layers=tuple(
+                write_cache(rows.cache, rows.k, rows.v, length, count, ring=ring)
+                for rows, ring in zip(made, self._rings, strict=True)
+            )
+        )
 
-    def commit(self, cache: Cache, keep: Int[Array, " B"]) -> Cache:
-        del keep
-        return cache
+    @property
+    def _rings(self) -> tuple[bool, ...]:
+        """Which caches are rings."""
+        layers = enumerate(self.config.layers)
+        return tuple(layer.window is not None for index, layer in layers if layer.source == index)
+
+    def commit(
+        self,
+        cache: Cache | TreeCache,
+        keep: Int[Array, " B"],
+        path: Int[Array, "B P"] | None = None,
+    ) -> Cache:
+        if isinstance(cache, Cache):
+            return cache
+        assert path is not None
+        return Cache(
+            layers=tuple(
+                commit_rows(rows, path, cache.length, keep, ring=ring)
+                for rows, ring in zip(cache.layers, self._rings, strict=True)
+            )
+        )
 
     def keys_values(self, cache: Cache, kind: str) -> CachedKeys:
         makers = [layer for index, layer in enumerate(self.config.layers) if layer.source == index]

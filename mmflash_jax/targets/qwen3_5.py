@@ -15,131 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import AttentionCache, CachedKeys, empty_cache, write_rows
+from mmflash_jax.layers.cache import AttentionCache, CachedKeys, empty_cache
 from mmflash_jax.layers.capture import join_captured
 from mmflash_jax.layers.gated_attention import GatedAttention
-from mmflash_jax.layers.linear import Embedding, linear
+from mmflash_jax.layers.linear import Embedding
 from mmflash_jax.layers.mlp import SwiGLU
-from mmflash_jax.layers.norm import GatedRMSNorm, ZeroCentredRMSNorm
+from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
+from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
 from mmflash_jax.targets.base import TargetOutput
-from mmflash_jax.towers.qwen3_5_vision import VisionConfig, VisionTower
+from mmflash_jax.targets.qwen3_5_config import Config
+from mmflash_jax.targets.qwen3_5_delta import (
+    DeltaCache,
+    DeltaTree,
+    GatedDeltaNet,
+    Pass,
+    commit_delta,
+)
+from mmflash_jax.towers.qwen3_5_vision import VisionTower
 from mmflash_jax.towers.qwen3_5_vision import weight_rules as tower_rules
 from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule
-from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
-from pallas_kernels import Kernels, gated_delta_chunked, gated_delta_step
-from pallas_kernels.gated_delta import (
-    convolve,
-    fold_pending,
-    from_ring,
-    gates,
-    queries_keys_values,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The fields of `config.json` that decide the computation; names are the file's own."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    layer_types: tuple[str, ...]
-    linear_conv_kernel_dim: int
-    linear_key_head_dim: int
-    linear_value_head_dim: int
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    rope_theta: float
-    rotary_dim: int
-    mrope_section: tuple[int, int, int]
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    image_token_id: int
-    vision: VisionConfig
-
-    @property
-    def num_hidden_layers(self) -> int:
-        return len(self.layer_types)
-
-    @property
-    def delta_channels(self) -> int:
-        """Channels of the delta net's convolution: queries, keys and values."""
-        keys = self.linear_num_key_heads * self.linear_key_head_dim
-        return 2 * keys + self.linear_num_value_heads * self.linear_value_head_dim
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
-        """From a `Qwen3_5ForConditionalGeneration` config.
-
-        Raises:
-            ConfigError: a field is missing, contradictory or asks for what is not implemented.
-        """
-        where = "config.json"
-        text = require(config, "text_config", where)
-        inside = f"{where} text_config"
-        expect(text, inside, hidden_act=["silu"], attention_bias=[False])
-        names = [
-            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps", "linear_conv_kernel_dim",
-            "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
-            "linear_num_value_heads", "max_position_embeddings",
-        ]  # fmt: skip
-        fields = {name: require(text, name, inside) for name in names}
-        return cls(
-            **fields,
-            layer_types=_layer_types(text, inside),
-            **mrope(text, inside),
-            tie_word_embeddings=_tied(config, text),
-            image_token_id=require(config, "image_token_id", where),
-            vision=VisionConfig.from_hf(require(config, "vision_config", where)),
-        )
-
-
-def _layer_types(text: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    layers = require(text, "num_hidden_layers", where)
-    types = text.get("layer_types")
-    if types is None:
-        every = require(text, "full_attention_interval", where)
-        types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    unknown = set(types) - {"linear_attention", "full_attention"}
-    if len(types) != layers or unknown:
-        raise ConfigError(
-            f"{where}: layer_types has {len(types)} entries for num_hidden_layers {layers}"
-            + (f" and unknown kinds {sorted(unknown)}" if unknown else "")
-        )
-    return tuple(types)
-
-
-def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    # transformers reads the top level for the whole model; older files say it in the text part.
-    if "tie_word_embeddings" in config:
-        return bool(config["tie_word_embeddings"])
-    return bool(text.get("tie_word_embeddings", False))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class DeltaCache:
-    """State before the last block, that block's records and the convolution's inputs.
-
-    state: fp32 `[B, vh, kd, vd]`.
-    updates, decay: fp32 records `[B, vh, block, vd]`, `[B, vh, block]`.
-    rows: `[B, taps - 1 + 2 * block, channels]`, a ring; slot p modulo its size holds position p.
-    """
-
-    state: Array
-    updates: Array
-    decay: Array
-    rows: Array
+from pallas_kernels import Kernels
 
 
 @jax.tree_util.register_dataclass
@@ -149,98 +48,6 @@ class Cache:
 
     layers: tuple[AttentionCache | DeltaCache, ...]
     pending: Array
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pass:
-    """What every layer of one pass needs: angles `[B, T, half]`, start and number of tokens."""
-
-    angles: Array
-    length: Array
-    count: Array
-    pending: Array
-    kernels: Kernels
-
-
-class GatedDeltaNet(nnx.Module):
-    """Short convolution, gated delta rule, gated norm. Positions play no part."""
-
-    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.key_heads, self.key_dim = config.linear_num_key_heads, config.linear_key_head_dim
-        self.value_heads = config.linear_num_value_heads
-        self.value_dim = config.linear_value_head_dim
-        self.taps = config.linear_conv_kernel_dim
-        width, values = config.hidden_size, self.value_heads * self.value_dim
-        self.in_proj_qkv = linear(width, config.delta_channels, dtype=dtype, rngs=rngs)
-        self.in_proj_z = linear(width, values, dtype=dtype, rngs=rngs)
-        self.in_proj_b = linear(width, self.value_heads, dtype=dtype, rngs=rngs)
-        self.in_proj_a = linear(width, self.value_heads, dtype=dtype, rngs=rngs)
-        self.conv1d = nnx.Param(jnp.zeros((self.taps, config.delta_channels), dtype))
-        # Checkpoints keep the decay parameters wide; a rounded A_log shifts every step's decay.
-        self.A_log = nnx.Param(jnp.zeros((self.value_heads,), jnp.float32))
-        self.dt_bias = nnx.Param(jnp.ones((self.value_heads,), jnp.float32))
-        self.norm = GatedRMSNorm(self.value_dim, eps=config.rms_norm_eps)
-        self.out_proj = linear(values, width, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], cache: DeltaCache, now: _Pass, *, decided: bool
-    ) -> tuple[Float[Array, "B T D"], DeltaCache]:
-        """One pass; `decided` tokens enter the state at once, others leave records behind."""
-        B, T, _ = x.shape
-        run = self._absorb if decided else self._verify
-        qkv, z, a = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_a(x)
-        # XLA:GPU would join these two small products and copy their weights together each time.
-        x, a = lax.optimization_barrier((x, a))
-        out, cache = run(qkv, a, self.in_proj_b(x), cache, now)
-        z = z.reshape(B, T, self.value_heads, self.value_dim)
-        return self.out_proj(self.norm(out, z).reshape(B, T, -1)), cache
-
-    def _verify(
-        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
-        b: Float[Array, "B T vh"], cache: DeltaCache, now: _Pass,
-    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
-        """Fold in what stayed of the last block, then run this one without deciding on it."""
-        rows = _write_ring(cache.rows, qkv, now)
-        # Padding makes up for a block narrower than the cache's; no real token looks that far.
-        T, block = qkv.shape[1], cache.updates.shape[2]
-        a, b = (jnp.pad(x, ((0, 0), (0, block - T), (0, 0))) for x in (a, b))
-        out, state, updates, decay = gated_delta_step(
-            rows, self.conv1d[...], a, b, self.A_log[...], self.dt_bias[...], cache.state,
-            cache.updates, cache.decay, now.length, now.pending, key_heads=self.key_heads,
-            kernels=now.kernels,
-        )  # fmt: skip
-        return out[:, :T], DeltaCache(state=state, updates=updates, decay=decay, rows=rows)
-
-    def _absorb(
-        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
-        b: Float[Array, "B T vh"], cache: DeltaCache, now: _Pass,
-    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
-        """Run decided tokens in chunks; nothing is pending afterwards."""
-        kernel = self.conv1d[...]
-        state = fold_pending(
-            cache.rows, kernel, cache.state, cache.updates, cache.decay, now.length, now.pending,
-            key_heads=self.key_heads,
-        )  # fmt: skip
-        tail = from_ring(cache.rows, now.length - (self.taps - 1), self.taps - 1)
-        mixed = convolve(jnp.concatenate([tail, qkv], axis=1), kernel)
-        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
-        # A padded token must neither decay nor write the state.
-        real = (jnp.arange(qkv.shape[1]) < now.count[:, None])[..., None]
-        g, beta = jnp.where(real, g, 0.0), jnp.where(real, beta, 0.0)
-        q, k, v = queries_keys_values(mixed, self.key_heads, state)
-        out, state = gated_delta_chunked(q, k, v, g, beta, state)
-        return out.astype(qkv.dtype), DeltaCache(
-            state=state,
-            updates=jnp.zeros_like(cache.updates),
-            decay=jnp.zeros_like(cache.decay),
-            rows=_write_ring(cache.rows, qkv, now),
-        )
-
-
-def _write_ring(
-    rows: Float[Array, "B slots channels"], new: Float[Array, "B T channels"], now: _Pass
-) -> Float[Array, "B slots channels"]:
-    return write_rows(rows[:, None], new[:, :, None], now.length, now.count, ring=True)[:, 0]
 
 
 class DecoderLayer(nnx.Module):
@@ -257,17 +64,21 @@ class DecoderLayer(nnx.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: Any, now: _Pass, *, decided: bool
+        self, x: Float[Array, "B T D"], cache: Any, now: Pass, *, decided: bool
     ) -> tuple[Float[Array, "B T D"], Any]:
         normed = self.input_layernorm(x)
-        if isinstance(cache, AttentionCache):
-            mixed, cache = self.self_attn(
+        if not isinstance(cache, AttentionCache):
+            mixed, after = self.linear_attn(normed, cache, now, decided=decided)
+        elif now.parents is None:
+            mixed, after = self.self_attn(
                 normed, cache, now.angles, now.length, now.count, now.kernels
             )
         else:
-            mixed, cache = self.linear_attn(normed, cache, now, decided=decided)
+            mixed, after = self.self_attn.attend(
+                normed, cache, now.angles, now.length, now.parents, now.kernels
+            )
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        return x + self.mlp(self.post_attention_layernorm(x)), after
 
 
 class Model(nnx.Module):
@@ -424,14 +235,32 @@ class Qwen35:
 
     def prefill(self, params: Params, x: Array, positions: Array, cache: Cache, length: Array,
                 count: Array, *, capture: tuple[int, ...]) -> TargetOutput:  # fmt: skip
-        return self._run(params, x, positions, cache, length, count, capture, decided=True)
+        return self._run(params, x, positions, cache, length, count, capture, None, decided=True)
 
     def forward(self, params: Params, x: Array, positions: Array, cache: Cache, length: Array,
-                count: Array, *, capture: tuple[int, ...]) -> TargetOutput:  # fmt: skip
-        return self._run(params, x, positions, cache, length, count, capture, decided=False)
+                count: Array, *, capture: tuple[int, ...],
+                parents: Array | None = None) -> TargetOutput:  # fmt: skip
+        return self._run(
+            params, x, positions, cache, length, count, capture, parents, decided=False
+        )
 
-    def commit(self, cache: Cache, keep: Int[Array, " B"]) -> Cache:
-        return replace(cache, pending=keep.astype(jnp.int32))
+    def commit(
+        self,
+        cache: Cache | TreeCache,
+        keep: Int[Array, " B"],
+        path: Int[Array, "B P"] | None = None,
+    ) -> Cache:
+        pending = keep.astype(jnp.int32)
+        if isinstance(cache, Cache):
+            return replace(cache, pending=pending)
+        assert path is not None
+
+        def layer(one: BlockRows | DeltaTree) -> AttentionCache | DeltaCache:
+            if isinstance(one, BlockRows):
+                return commit_rows(one, path, cache.length, keep)
+            return commit_delta(one, path, cache.length, keep)
+
+        return Cache(layers=tuple(layer(one) for one in cache.layers), pending=pending)
 
     def keys_values(self, cache: Cache, kind: str) -> CachedKeys:
         del kind  # There is one: full attention.
@@ -441,13 +270,14 @@ class Qwen35:
     def _run(
         self, params: Params, x: Float[Array, "B T D"], positions: Int[Array, "3 B T"],
         cache: Cache, length: Int[Array, " B"], count: Int[Array, " B"],
-        capture: tuple[int, ...], *, decided: bool,
+        capture: tuple[int, ...], parents: Int[Array, "B T"] | None, *, decided: bool,
     ) -> TargetOutput:  # fmt: skip
         c, model = self.config, self._model(params)
         angles = mrope_angles(positions, c.rope_theta, c.rotary_dim, c.mrope_section)
-        now = _Pass(
-            angles=angles, length=length, count=count, pending=cache.pending, kernels=self.kernels
-        )
+        now = Pass(
+            angles=angles, length=length, count=count, pending=cache.pending, parents=parents,
+            kernels=self.kernels,
+        )  # fmt: skip
         captured: dict[int, Array] = {}
         layers = []
         for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
@@ -458,7 +288,11 @@ class Qwen35:
                 captured[index] = x
         hidden = model.norm(x)
         # Nothing of a drafted block is kept until `commit` says so.
-        after = Cache(layers=tuple(layers), pending=jnp.zeros_like(cache.pending))
+        after = (
+            Cache(layers=tuple(layers), pending=jnp.zeros_like(cache.pending))
+            if parents is None
+            else TreeCache(layers=tuple(layers), length=length)
+        )
         features = join_captured(captured, capture, hidden)
         return TargetOutput(hidden=hidden, features=features, cache=after)
 

@@ -85,3 +85,20 @@ def mrope(text: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rotary_dim": rotary,
         "mrope_section": section,
     }
+
+
+def refuse_foreign_rotary(config: Mapping[str, Any], where: str) -> None:
+    """A draft rotates whole heads by token index; a target's rotary keys would change that.
+
+    Raises:
+        ConfigError: such a key was left in the draft's config.
+    """
+    places = (config.get("rope_parameters"), config.get("rope_scaling"), config)
+    harmless = {"partial_rotary_factor": 1.0, "mrope_section": None, "mrope_interleaved": False}
+    for name, neutral in harmless.items():
+        for value in (place.get(name) for place in places if place):
+            if value not in (None, neutral):
+                raise ConfigError(
+                    f"{where}: {name} is {value!r}, but this draft uses plain 1-D rotary "
+                    "positions over the whole head; it was copied from the target, remove it"
+                )

@@ -133,15 +133,26 @@ def _place(
 def export_params(
     rules: Sequence[Rule], params: Params, *, float32: Iterable[str] = ()
 ) -> dict[str, np.ndarray]:
-    """Checkpoint tensors of `params`: bf16, or fp32 where a name matches one of `float32`."""
+    """Checkpoint tensors of `params`: bf16, or fp32 where a name matches one of `float32`.
+
+    Integers are stored as int64, truth values as they are.
+    """
     wide = tuple(re.compile(pattern) for pattern in float32)
     arrays = dict(leaves_with_path(params))
     tensors = {}
     for rule in rules:
         array = rule.via.to_hf(np.asarray(jax.device_get(arrays[rule.path])))
-        keep = any(pattern.search(rule.hf) for pattern in wide)
-        tensors[rule.hf] = array.astype(np.float32 if keep else ml_dtypes.bfloat16)
+        tensors[rule.hf] = array.astype(_stored_dtype(rule.hf, array.dtype, wide))
     return tensors
+
+
+def _stored_dtype(name: str, dtype: np.dtype, wide: tuple[re.Pattern[str], ...]) -> np.dtype:
+    if dtype == np.bool_:
+        return dtype
+    if np.issubdtype(dtype, np.integer):
+        return np.dtype(np.int64)
+    keep = any(pattern.search(name) for pattern in wide)
+    return np.dtype(np.float32 if keep else ml_dtypes.bfloat16)
 
 
 def _dotted(path: Path) -> str:

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import gpu, reference
 from pallas_kernels.choose import Kernels, implementation
+from pallas_kernels.tree import TREE
 
 __all__ = ["block_attention"]
 
@@ -16,11 +17,12 @@ def block_attention(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
-    k_block: Float[Array, "B T K H"],
-    v_block: Float[Array, "B T K H"],
+    k_block: Float[Array, "B U K H"],
+    v_block: Float[Array, "B U K H"],
     length: Int[Array, " B"],
     *,
     first: Int[Array, " B"] | None = None,
+    parents: Int[Array, "B U"] | None = None,
     scale: float,
     causal: bool,
     window: int | None = None,
@@ -38,6 +40,11 @@ def block_attention(
     With `first`, context positions below it are never read either: in a packed training row they
     belong to another document.
 
+    With `parents` the block is a tree (`pallas_kernels.tree`): a query sees its ancestors and
+    itself, and stands at `length` plus its depth, from which windows are counted. The queries are
+    then the last T of U nodes; without `parents`, T equals U. The kernel takes no tree: "auto"
+    takes the reference instead and says so.
+
     A ring needs a `window`, and at least `window - 1` slots more than the rows of any block that
     may be written to it and then rejected: see `layers.cache.write_rows`.
 
@@ -45,17 +52,21 @@ def block_attention(
     no gradient: training takes the reference.
 
     Raises:
-        ValueError: a ring without a window.
+        ValueError: a ring without a window, or a tree that is not `causal`.
         KernelError: `kernels` names a kernel that cannot run here.
     """
     if ring and window is None:
         raise ValueError("a ring cache forgets old positions, so it needs a window")
+    if parents is not None and not causal:
+        raise ValueError("a node of a tree sees its ancestors only, so a tree must be causal")
     obstacle = None if kernels == "reference" else gpu.obstacle(q, k_cache, ring)
+    if parents is not None:
+        obstacle = TREE
     chosen = implementation("block_attention", kernels, q.dtype, obstacle)
     if chosen == "reference":
         return reference.block_attention(
             q, k_cache, v_cache, k_block, v_block, length,
-            first=first, scale=scale, causal=causal, window=window, ring=ring,
+            first=first, parents=parents, scale=scale, causal=causal, window=window, ring=ring,
         )  # fmt: skip
     return gpu.block_attention(
         q, k_cache, v_cache, k_block, v_block, length,

@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.choose import platform
+from pallas_kernels.tree import ancestors_of, depths_of
 
 # Finite, so that a row with many masked scores never produces NaN through inf - inf.
 MASKED = -1e30
@@ -15,11 +16,12 @@ def block_attention(
     q: Float[Array, "B T N H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
-    k_block: Float[Array, "B T K H"],
-    v_block: Float[Array, "B T K H"],
+    k_block: Float[Array, "B U K H"],
+    v_block: Float[Array, "B U K H"],
     length: Int[Array, " B"],
     *,
     first: Int[Array, " B"] | None = None,
+    parents: Int[Array, "B U"] | None = None,
     scale: float,
     causal: bool,
     window: int | None = None,
@@ -48,26 +50,36 @@ def block_attention(
             preferred_element_type=jnp.float32,
         )
 
-    rows, slots = jnp.arange(T), jnp.broadcast_to(jnp.arange(S), (B, S))
+    slots = jnp.broadcast_to(jnp.arange(S), (B, S))
     if ring:
         last = length[:, None] - 1
         slots = last - (last - slots) % S
     see_context = ((slots >= 0) & (slots < length[:, None]))[:, None]
-    see_block = jnp.ones((T, T), bool)
     if first is not None:
         see_context &= (slots >= first[:, None])[:, None]
-    if causal:
-        see_block &= rows[None, :] <= rows[:, None]
+    see_block, after = _inside(T, parents, causal=causal)
     if window is not None:
-        position = length[:, None] + rows
+        position = length[:, None] + after[:, -T:]
         see_context = see_context & (position[:, :, None] - slots[:, None] < window)
-        see_block &= jnp.abs(rows[:, None] - rows[None, :]) < window
+        see_block &= jnp.abs(after[:, -T:, None] - after[:, None, :]) < window
 
     context_scores = jnp.where(
         see_context[:, None, None], scores(k_cache, "BTKGH,BKSH->BKGTS"), MASKED
     )
-    block_scores = jnp.where(see_block, scores(k_block, "BTKGH,BUKH->BKGTU"), MASKED)
+    block_scores = jnp.where(see_block[:, None, None], scores(k_block, "BTKGH,BUKH->BKGTU"), MASKED)
     probabilities = jax.nn.softmax(jnp.concatenate([context_scores, block_scores], -1), -1)
     mixed = weigh(probabilities[..., :S], v_cache, "BKGTS,BKSH->BTKGH")
     mixed += weigh(probabilities[..., S:], v_block, "BKGTU,BUKH->BTKGH")
     return mixed.reshape(B, T, N, H).astype(v_block.dtype)
+
+
+def _inside(
+    queries: int, parents: Int[Array, "B U"] | None, *, causal: bool
+) -> tuple[Bool[Array, "#B T U"], Int[Array, "#B U"]]:
+    """Which keys of the block each query may see, and how far after `length` each key stands."""
+    if parents is not None:
+        ancestors = ancestors_of(parents)
+        return ancestors[:, -queries:], depths_of(ancestors)
+    rows = jnp.arange(queries)
+    see = rows[None, :] <= rows[:, None] if causal else jnp.ones((queries, queries), bool)
+    return see[None], rows[None]

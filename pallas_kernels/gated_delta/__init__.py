@@ -19,6 +19,7 @@ from pallas_kernels.gated_delta.reference import (
     gates,
     queries_keys_values,
 )
+from pallas_kernels.gated_delta.tree import gated_delta_tree
 
 __all__ = [
     "commit_gated_delta",
@@ -29,6 +30,7 @@ __all__ = [
     "gated_delta_chunked",
     "gated_delta_sequential",
     "gated_delta_step",
+    "gated_delta_tree",
     "gates",
     "queries_keys_values",
 ]

@@ -17,7 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # TF32, the default of fp32 products on recent GPUs, costs three digits of the state.
 _einsum = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -156,18 +156,24 @@ def gated_delta_block(
     g: Float[Array, "B T vh"],
     beta: Float[Array, "B T vh"],
     state: Float[Array, "B vh kd vd"],
+    ancestors: Bool[Array, "B T T"] | None = None,
 ) -> tuple[Float[Array, "B T vh vd"], Float[Array, "B vh T vd"], Float[Array, "B vh T"]]:
     """Run a whole block from `state`: outputs, update vectors `d`, running log decay `G`.
 
     The update vectors are causal: those of accepted tokens do not depend on rejected ones, which
-    is why `commit_gated_delta` needs no second solve.
+    is why `commit_gated_delta` needs no second solve. In a tree the same sums run over a node and
+    its `ancestors` in place of all tokens up to it; decay runs along each branch.
     """
     T, value_heads = v.shape[1], v.shape[2]
     q, k = _per_value_head(q, value_heads), _per_value_head(k, value_heads)
     v, beta = v.swapaxes(1, 2), beta.swapaxes(1, 2)
-    G = jnp.cumsum(g.swapaxes(1, 2), axis=-1)
+    g = g.swapaxes(1, 2)
     row, column = jnp.arange(T)[:, None], jnp.arange(T)[None, :]
-    through = _decay(G, column <= row)
+    if ancestors is None:
+        G, sees = jnp.cumsum(g, axis=-1), column <= row
+    else:
+        G, sees = _einsum("Bij,BHj->BHi", ancestors.astype(g.dtype), g), ancestors[:, None]
+    through = _decay(G, sees)
 
     grown = jnp.exp(G)[..., None]
     A = jnp.where(column < row, beta[..., None] * through * _einsum("BHik,BHjk->BHij", k, k), 0.0)

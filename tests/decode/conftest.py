@@ -12,7 +12,7 @@ from mmflash_jax.load import load_target
 from mmflash_jax.targets import Target
 from tests import tiny, tiny_gemma4
 from tests.decode import running
-from tests.decode.drafters import Scripted
+from tests.decode.drafters import Branching, Scripted
 from tests.drafts import draft_for, random_params
 from tests.targets.prompts import make_prompt
 from tests.targets.reference import Loaded
@@ -88,6 +88,12 @@ class Bench(NamedTuple):
         """Plan and parameters with a drafter that follows a table."""
         stop = fields.pop("stop_ids", ())
         plan = Plan(self.target, Scripted(**fields), stop)
+        return plan, {"target": self.params, "drafter": script}
+
+    def branching(self, script: Any, **fields: Any) -> tuple[Plan, Any]:
+        """Plan and parameters with a drafter of trees that follows a table."""
+        stop = fields.pop("stop_ids", ())
+        plan = Plan(self.target, Branching(**fields), stop)
         return plan, {"target": self.params, "drafter": script}
 
     def undrafted(self, *, stop_ids: tuple[int, ...] = ()) -> tuple[Plan, Any]:

@@ -13,6 +13,8 @@ import numpy as np
 
 from mmflash_jax.drafters import Anchor, Context, Heads, Proposal
 from mmflash_jax.layers.cache import write_rows
+from pallas_kernels import ancestors_of, depths_of
+from tests.targets.trees import random_parents
 
 PLACES = 256
 
@@ -62,6 +64,21 @@ class Scripted:
         ids = jnp.take_along_axis(params["ids"], place, axis=1)
         right = jnp.take_along_axis(params["right"], length[:, None], axis=1)
         return Proposal(ids=jnp.where(draft < right, ids, (ids + 1) % self.vocabulary))
+
+
+@dataclass(frozen=True)
+class Branching(Scripted):
+    """Drafts trees: node i of the block whose anchor is token n hangs at `parents[b, n, i]` and is
+    the table's id of its place if `right[b, n, i]`, another one else. Siblings may be equal."""
+
+    def propose(self, params: Any, state: Seen, anchor: Anchor, heads: Heads) -> Proposal:
+        at = anchor.length[:, None, None]
+        parents = jnp.take_along_axis(params["parents"], at, axis=1)[:, 0]
+        right = jnp.take_along_axis(params["right"], at, axis=1)[:, 0]
+        place = anchor.length[:, None] + depths_of(ancestors_of(parents))
+        ids = jnp.take_along_axis(params["ids"], jnp.minimum(place, PLACES - 1), axis=1)
+        other = (ids + 1 + jnp.arange(self.block)) % self.vocabulary
+        return Proposal(ids=jnp.where(right, ids, other)[:, 1:], parents=parents)
 
 
 @dataclass(frozen=True)
@@ -126,3 +143,16 @@ def ragged(
     """Right for a random number of drafts, another one at each place of each row."""
     rng = np.random.default_rng(seed)
     return table(sequences, rng.integers(0, most, (len(sequences), PLACES)))
+
+
+def branching(
+    sequences: Sequence[Sequence[int]], seed: int = 0, right: float = 0.6, block: int = 8
+) -> dict[str, np.ndarray]:
+    """Parameters of `Branching`: another tree at each place of each row, some nodes right."""
+    rng = np.random.default_rng(seed)
+    made = table(sequences, 0)
+    shape = (len(sequences), PLACES)
+    parents = random_parents(rng, shape[0] * shape[1], block).reshape(*shape, block)
+    return {
+        "ids": made["ids"], "parents": parents, "right": rng.random((*shape, block)) < right
+    }  # fmt: skip

@@ -1,6 +1,7 @@
-"""Drafts that draft token after token, in a running batch whose rows come and go."""
+"""Drafts that draft token after token, or trees, in a running batch whose rows come and go."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from mmflash_jax.decode.slots import Shape
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import answer
 from mmflash_jax.engine.serving import Engine
-from mmflash_jax.load import load_target
+from mmflash_jax.load import load_drafter, load_target
 from tests import tiny
 from tests.chains import chain_for
+from tests.drafters.eagle3 import Head, layer_config, speculators_config
 from tests.engine.test_serving import KINDS, Inbox
 from tests.targets.prompts import make_prompt
 from tests.tiny_gemma4 import FULL, SLIDING, tiny_gemma4
@@ -27,8 +29,9 @@ THREE = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("family", ["qwen35", "gemma4"])
-def test_requests_that_come_and_go_get_their_plain_answers(family, tmp_path):
+def test_requests_that_come_and_go_get_their_plain_answers(family, shape, tmp_path):
     """Rows inserted into used slots, widths of all kinds, images, chunks, sampling, penalties."""
     source = tmp_path / "target"
     if family == "qwen35":
@@ -36,7 +39,16 @@ def test_requests_that_come_and_go_get_their_plain_answers(family, tmp_path):
     else:
         model = tiny_gemma4(source, seed=3, text=THREE)
     target, target_params = load_target(source, "float32")
-    drafter, params, _ = chain_for(target, model, source, tmp_path / "draft", 3)
+    if shape == "chain":
+        drafter, params, _ = chain_for(target, model, source, tmp_path / "draft", 3)
+    else:
+        text = json.loads((source / "config.json").read_text())["text_config"]
+        folder = Head(speculators_config(layer_config(text), (0, 1)), captured=2).save(
+            tmp_path / "draft"
+        )
+        drafter, params = load_drafter(
+            folder, target, "float32", draft_tokens=3, draft_top_k=2, draft_depth=2
+        )
     plan = Plan(target, drafter, (259,))
     params = {"target": target_params, "drafter": params}
     prompts = [

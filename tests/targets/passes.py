@@ -12,6 +12,7 @@ from mmflash_jax.decode.prefill import encode_media, pad_prompts
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.targets import Target
+from pallas_kernels import ancestors_of, depths_of
 
 
 class Passed(NamedTuple):
@@ -29,7 +30,7 @@ def every_layer(target: Target) -> tuple[int, ...]:
 @functools.partial(jax.jit, static_argnames=("target", "capture", "decided"))
 def one_pass(
     target: Target, params: Any, ids: Any, media: Any, media_idx: Any, positions: Any, cache: Any,
-    length: Any, count: Any, *, capture: tuple[int, ...], decided: bool,
+    length: Any, count: Any, parents: Any = None, *, capture: tuple[int, ...], decided: bool,
 ) -> Any:  # fmt: skip
     """Logits, features and cache of one pass whose padded embeddings are large junk."""
     x = target.embed(params, ids, media, media_idx)
@@ -40,12 +41,14 @@ def one_pass(
         ),
         x,
     )
-    run = target.prefill if decided else target.forward
+    run = target.prefill if decided else functools.partial(target.forward, parents=parents)
     out = run(params, x, positions, cache, length, count, capture=capture)
     return target.logits(params, out.hidden), out.features, out.cache
 
 
-commit = jax.jit(lambda target, cache, keep: target.commit(cache, keep), static_argnums=0)
+commit = jax.jit(
+    lambda target, cache, keep, path=None: target.commit(cache, keep, path), static_argnums=0
+)
 
 
 def prefill(
@@ -82,14 +85,17 @@ def prefill(
 
 def block_pass(
     target: Target, params: Any, ids: np.ndarray, cache: Any, length: np.ndarray,
-    shift: np.ndarray, *, capture: tuple[int, ...] = (),
+    shift: np.ndarray, *, parents: np.ndarray | None = None, capture: tuple[int, ...] = (),
 ) -> tuple[np.ndarray, np.ndarray, Any]:  # fmt: skip
-    """A drafted block `[B, T]` at `length`: logits, features, uncommitted cache."""
-    index = length[:, None] + np.arange(ids.shape[1]) + shift[:, None]
+    """A drafted block `[B, T]`, chain or tree, at `length`: logits, features, uncommitted cache."""
+    after = np.arange(ids.shape[1])
+    if parents is not None:
+        after = np.asarray(depths_of(ancestors_of(jnp.asarray(parents))))
+    index = length[:, None] + after + shift[:, None]
     positions = np.broadcast_to(index, (target.position_axes, *index.shape)).astype(np.int32)
     count = np.full(len(ids), ids.shape[1], np.int32)
     logits, features, cache = one_pass(
         target, params, ids.astype(np.int32), None, None, positions, cache,
-        length.astype(np.int32), count, capture=capture, decided=False,
+        length.astype(np.int32), count, parents, capture=capture, decided=False,
     )  # fmt: skip
     return np.asarray(logits), np.asarray(features), cache

@@ -1,0 +1,54 @@
+"""What a target keeps of a tree of drafts until one path through it is chosen.
+
+A chain is written to the caches at once, because rejected rows lie behind the committed length.
+The accepted nodes of a tree are scattered over the block, so its rows wait beside the caches, and
+the commit writes those of the path, in order: the caches are then those of a chain.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from mmflash_jax.layers.cache import AttentionCache, write_cache
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class BlockRows:
+    """An attention cache before a block, and the block's own keys and values `[B, T, K, H]`."""
+
+    cache: AttentionCache
+    k: Array
+    v: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TreeCache:
+    """A target's cache after a tree was run, before `commit`: what each layer keeps, and where
+    the tree starts, int32 `[B]`."""
+
+    layers: tuple[Any, ...]
+    length: Array
+
+
+def along(path: Int[Array, "B P"], nodes: Shaped[Array, "B T *rest"]) -> Shaped[Array, "B P *rest"]:
+    """Rows of the nodes on a path."""
+    index = path.reshape(*path.shape, *[1] * (nodes.ndim - 2))
+    return jnp.take_along_axis(nodes, index, axis=1)
+
+
+def commit_rows(
+    rows: BlockRows,
+    path: Int[Array, "B P"],
+    length: Int[Array, " B"],
+    keep: Int[Array, " B"],
+    *,
+    ring: bool = False,
+) -> AttentionCache:
+    """The cache with the first `keep` nodes of `path` at positions `length ..`."""
+    k, v = along(path, rows.k), along(path, rows.v)
+    return write_cache(rows.cache, k, v, length, keep, ring=ring)

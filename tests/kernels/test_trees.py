@@ -1,0 +1,122 @@
+"""Operations on trees of drafts: each node against its branch run as a chain."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    KernelError,
+    ancestors_of,
+    block_attention,
+    depths_of,
+    gated_delta_step,
+    gated_delta_tree,
+)
+from pallas_kernels.gated_delta.cases import SMALL
+from tests.kernels.test_block_attention import LENGTHS, SLOTS, inputs
+from tests.targets.trees import branch, random_parents
+from tests.tolerances import LAYER, assert_close
+
+NODES = 6
+
+
+def test_ancestors_and_depths():
+    rng = np.random.default_rng(0)
+    for nodes in (1, 2, 9, 17):
+        parents = random_parents(rng, 3, nodes)
+        ancestors = ancestors_of(jnp.asarray(parents))
+        depths = depths_of(ancestors)
+        for row in range(3):
+            for node in range(nodes):
+                nodes_above = branch(parents[row], node)
+                np.testing.assert_array_equal(
+                    np.flatnonzero(np.asarray(ancestors)[row, node]), sorted(nodes_above)
+                )
+                assert depths[row, node] == len(nodes_above) - 1
+    chain = np.arange(-1, 16)[None]
+    np.testing.assert_array_equal(ancestors_of(jnp.asarray(chain))[0], np.tri(17, dtype=bool))
+
+
+@pytest.mark.parametrize(("window", "ring"), [(None, False), (3, False), (7, True)])
+@pytest.mark.parametrize("queries", [NODES, 2])
+def test_attention_of_a_node_is_that_of_its_branch(window, ring, queries):
+    """Windows count depth, not node numbers; queries may be the last nodes only."""
+    q, k_cache, v_cache, k, v = inputs(4, 2)
+    if ring:
+        # Slots of a ring hold real rows whatever the length; the chain reads the same ones.
+        k_cache, v_cache = (np.where(np.abs(x) > 1e3, 0.5, x) for x in (k_cache, v_cache))
+    attend = jax.jit(
+        functools.partial(block_attention, scale=0.3, causal=True, window=window, ring=ring)
+    )
+    parents = random_parents(np.random.default_rng(4), len(LENGTHS), NODES)
+    length = jnp.asarray(np.minimum(LENGTHS, SLOTS))
+    got = attend(q[:, -queries:], k_cache, v_cache, k, v, length, parents=jnp.asarray(parents))
+    for row in range(len(LENGTHS)):
+        one = slice(row, row + 1)
+        for place in range(queries):
+            nodes = branch(parents[row], NODES - queries + place)
+            chain = nodes + [0] * (NODES - len(nodes))
+            wanted = attend(
+                q[one, chain], k_cache[one], v_cache[one], k[one, chain], v[one, chain],
+                length[one],
+            )  # fmt: skip
+            assert_close(got[row, place], wanted[0, len(nodes) - 1], LAYER, f"{row}, {nodes}")
+
+
+@pytest.mark.parametrize("case", SMALL[:4], ids=lambda case: case.name)
+def test_a_delta_net_node_continues_its_branch(case):
+    """Outputs, and the records that a branch keeps, after a prefix of the last block."""
+    (ring, kernel, a, b, *exact), parents = case.arguments(jnp.float32, 0), None
+    length, pending = exact[-2:]
+    B, T = a.shape[:2]
+    slots = (np.asarray(length)[:, None] + np.arange(T)) % ring.shape[1]
+    new = jnp.take_along_axis(ring, slots[..., None], axis=1)
+    # What a chain would have written there must not be read.
+    clean = np.array(ring)
+    np.put_along_axis(clean, slots[..., None], 1e6, axis=1)
+    parents = random_parents(np.random.default_rng(1), B, T)
+    A_log, dt_bias, *records = exact[:-2]
+    tree = jax.jit(functools.partial(gated_delta_tree, key_heads=case.key_heads))
+    step = jax.jit(functools.partial(gated_delta_step, key_heads=case.key_heads))
+    out, state, update, G = tree(
+        clean, new, kernel, a, b, A_log, dt_bias, *records, length, pending, parents
+    )
+    for node in range(T):
+        chains = [branch(parents[row], node) for row in range(B)]
+        index = np.array([nodes + [0] * (T - len(nodes)) for nodes in chains])
+
+        def pick(x, index=index):
+            return np.take_along_axis(np.asarray(x), index[..., None], axis=1)
+
+        filled = np.array(ring)
+        np.put_along_axis(filled, slots[..., None], pick(new), axis=1)
+        wanted = step(filled, kernel, pick(a), pick(b), A_log, dt_bias, *records, length, pending)
+        assert_close(state, wanted[1], LAYER, "state")
+        for row, nodes in enumerate(chains):
+            count = len(nodes)
+            assert_close(out[row, node], wanted[0][row, count - 1], LAYER, f"row {row}, {nodes}")
+            assert_close(update[row][:, nodes], wanted[2][row][:, :count], LAYER, "updates")
+            assert_close(G[row][:, nodes], wanted[3][row][:, :count], LAYER, "decay")
+
+
+def test_a_kernel_by_name_takes_no_tree():
+    """Neither operation falls back where a kernel was asked for by name."""
+    parents = jnp.zeros((len(LENGTHS), NODES), jnp.int32)
+    arrays = [jnp.asarray(x) for x in (*inputs(4, 2), LENGTHS)]
+    attend = functools.partial(block_attention, *arrays, scale=0.3)
+    with pytest.raises(KernelError, match=r"block_attention.*interpret.*tree.*reference"):
+        attend(causal=True, parents=parents, kernels="interpret")
+    with pytest.raises(ValueError, match="a tree must be causal"):
+        attend(causal=False, parents=parents)
+    case = SMALL[0]
+    ring, *rest = case.arguments(jnp.float32, 0)
+    parents = jnp.zeros(rest[1].shape[:2], jnp.int32)
+    with pytest.raises(KernelError, match=r"gated_delta_step.*interpret.*tree.*reference"):
+        gated_delta_tree(
+            *(ring, ring[:, : case.T], *rest, parents),
+            key_heads=case.key_heads,
+            kernels="interpret",
+        )
