@@ -1,22 +1,26 @@
 """The serving engine: requests join and leave a running batch between short loop runs.
 
-One thread owns the device state. Each turn it drops what was cancelled, gives prefill one chunk's
-worth of tokens (so that a long prompt holds up the others by one chunk at a time), runs the fused
-loop for a few steps and tells every request what it gained. Requests are admitted in the order in
-which they came.
+One thread owns the device state. Each turn it drops what was cancelled, prefills a bounded number
+of prompt tokens (so that a long prompt holds up the others by so many at a time), starts the fused
+loop for a few steps and, while the device is at it, tells every request what the steps before gave.
+Requests are admitted in the order in which they came.
 """
 
 import collections
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from mmflash_jax.compilation import Lowering, compile_at_once
+from mmflash_jax.decode.prefill import empty_prompts, encode_image_batch, prefill_chunk
 from mmflash_jax.decode.records import (
     FINISH_REASONS,
     DecodeState,
@@ -38,10 +42,28 @@ PREFILLS_AT_ONCE = 2
 """Prompts that are prefilled in turns: a short one overtakes a long one that came before it."""
 
 
+PREFILL_TOKENS = 2048
+"""Prompt tokens between two runs of the loop: vLLM's default for mixed batches."""
+
+
 @dataclass(eq=False)
 class _Prefill:
     ticket: Ticket
     pieces: Iterator[tuple[int, DecodeState | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A run that the device was asked for: what it will tell, and whom of.
+
+    clean: no prompt was prefilled just before, so that its time is that of its steps.
+    """
+
+    emission: Emission
+    tickets: tuple[Ticket | None, ...]
+    width: int
+    began: float
+    clean: bool
 
 
 class Engine:
@@ -54,15 +76,19 @@ class Engine:
         shape: Shape,
         *,
         queue: int = 64,
+        prefill: int = PREFILL_TOKENS,
         metrics: Metrics | None = None,
     ):
         self.plan, self.params, self.shape, self.queue = plan, params, shape, queue
+        self._prefill_tokens = prefill
         self.metrics = metrics or Metrics(plan.drafter.block)
         self.failure: BaseException | None = None
         self.beat = time.monotonic()
         self._paces = shape.paces or ((shape.slots, plan.drafter.block),)
         self._pace = Pace(self._paces, plan.drafter.block)
         self._prefilled = False
+        self._last: _Run | None = None
+        self._told_at = 0.0
         self._pieces = Pieces.of(plan, params, shape)
         self._state = empty_slots(plan, shape)
         self._slots: list[Ticket | None] = [None] * shape.slots
@@ -77,15 +103,39 @@ class Engine:
 
         Call it before `start`.
         """
+        channels = 0 if image is None else image.patches.shape[1]
+        sizes = self.shape.image_sizes if channels else ()
+        # The large ones side by side; what is left is small and compiled by its first use below.
+        compile_at_once(self._large_programs(sizes, channels))
         for width in self.shape.widths:
             self._warm(min(width, self.shape.capacity - 1), ())
-        if image is not None:
-            channels = image.patches.shape[1]
-            for size in self.shape.image_sizes:
-                patches = np.zeros((size, channels), np.float32)
-                blank = PatchedImage(patches=patches, rows=2, columns=2, num_tokens=1)
-                self._warm(1, (blank,))
+        for size in sizes:
+            patches = np.zeros((size, channels), np.float32)
+            blank = PatchedImage(patches=patches, rows=2, columns=2, num_tokens=1)
+            self._warm(1, (blank,))
+        for rows, width in self._paces:
+            self._start(rows, width)
+        jax.block_until_ready(self._state)
         self.metrics.warmed_up()
+
+    def _large_programs(self, sizes: Sequence[int], channels: int) -> Iterator[Lowering]:
+        plan, params, axes = self.plan, self.params, self.plan.target.position_axes
+        prompt = empty_prompts(plan, 1, self.shape.capacity)
+        ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        for rows, width in self._paces:
+            options = {"steps": self.shape.steps, "rows": rows, "width": width}
+            yield functools.partial(run.lower, plan, params, self._state, **options)
+        for width in self.shape.widths:
+            yield functools.partial(
+                prefill_chunk.lower, plan, params, prompt, ints((1, width)),
+                self._pieces.no_media, ints((1, width)), ints((axes, 1, width)), ints((1,)),
+                ints((1,)),
+            )  # fmt: skip
+        for size in sizes:
+            patches = jax.ShapeDtypeStruct((1, size, channels), jnp.float32)
+            yield functools.partial(
+                encode_image_batch.lower, plan, params, patches, ints((1,)), ints((1,))
+            )
 
     def _warm(self, length: int, images: tuple[PatchedImage, ...]) -> None:
         prompt = Prompt(
@@ -96,12 +146,9 @@ class Engine:
             images=images,
             max_tokens=2,
         )
-        self._slots[0] = Ticket(prompt, lambda _: None)
         for _, row in self._pieces.prefill(prompt):
             if row is not None:
                 self._state = insert(self.plan, self._state, row, np.int32(0))
-        for rows, width in self._paces:
-            self._run(rows, width)
         self._free([0])
 
     # ---- from any thread
@@ -222,9 +269,14 @@ class Engine:
     def _turn(self) -> None:
         self._drop_cancelled()
         self._begin_prefills()
-        self._prefill(self.shape.widths[-1])
-        if any(self._slots):
-            self._decode()
+        self._prefill(self._prefill_tokens)
+        last, self._last = self._last, self._next_run() if any(self._slots) else None
+        if last is not None:
+            # The device is at the next run already. Rows that turn out to have ended stand still
+            # in it, and what it tells of them is not told again.
+            self._hand_out(last)
+        if not any(self._slots):
+            self._last = None
         self.metrics.turn(self.occupied, self.waiting)
 
     def _drop_cancelled(self) -> None:
@@ -272,15 +324,32 @@ class Engine:
             self._state = insert(self.plan, self._state, row, np.int32(slot))
             self._begin_prefills()
 
-    def _decode(self) -> None:
+    def _next_run(self) -> _Run:
         rows = self._pace.rows(1 + max(slot for slot, t in enumerate(self._slots) if t))
-        width = self._pace.width(rows)
-        began = time.perf_counter()
-        told = self._run(rows, width)
-        elapsed = time.perf_counter() - began
+        width, began = self._pace.width(rows), time.perf_counter()
+        return _Run(
+            emission=self._start(rows, width),
+            tickets=tuple(self._slots[:rows]),
+            width=width,
+            began=began,
+            clean=not self._prefilled,
+        )
+
+    def _start(self, rows: int, width: int) -> Emission:
+        self._state, emission = run(
+            self.plan, self.params, self._state, steps=self.shape.steps, rows=rows, width=width
+        )
+        return emission
+
+    def _hand_out(self, last: _Run) -> None:
+        """Wait for a run and tell its requests what they gained."""
+        told = _to_host(last.emission, any(t and t.prompt.logprobs for t in last.tickets))
+        now = time.perf_counter()
+        elapsed, self._told_at = now - max(last.began, self._told_at), now
         ended, steps, committed = [], 0, np.zeros(self.plan.drafter.block, np.int64)
-        for slot, ticket in enumerate(self._slots[:rows]):
-            if ticket is None:
+        for slot, ticket in enumerate(last.tickets):
+            # Since then a request may have ended or been cancelled.
+            if ticket is None or self._slots[slot] is not ticket:
                 continue
             before = ticket.committed
             if self._tell(ticket, slot, told):
@@ -288,19 +357,11 @@ class Engine:
             new = told.committed[slot] - (0 if before is None else before)
             committed += new
             steps = max(steps, int(new.sum()))
-        # Prompts that were prefilled in this turn took part of the time.
-        alone = steps and not self._prefilled
-        self._pace.observe(rows, width, committed, elapsed / steps if alone else None)
-        self.metrics.width(width, steps)
+        clean = steps and last.clean
+        pace = len(last.tickets), last.width
+        self._pace.observe(*pace, committed, elapsed / steps if clean else None)
+        self.metrics.width(last.width, steps)
         self._free(ended)
-
-    def _run(self, rows: int, width: int) -> Any:
-        since = np.array([t.seen if t else 0 for t in self._slots], np.int32)
-        self._state, emission = run(
-            self.plan, self.params, self._state, since,
-            steps=self.shape.steps, rows=rows, width=width,
-        )  # fmt: skip
-        return _to_host(emission, any(t is not None and t.prompt.logprobs for t in self._slots))
 
     def _tell(self, ticket: Ticket, slot: int, told: Emission) -> bool:
         """Deliver what a row gained; whether it has ended."""

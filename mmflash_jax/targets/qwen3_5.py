@@ -9,7 +9,7 @@ ring by position, as keys are, so nothing of them needs undoing.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +135,7 @@ def _tied(config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     return bool(text.get("tie_word_embeddings", False))
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeltaCache:
@@ -151,6 +152,7 @@ class DeltaCache:
     rows: Array
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Cache:

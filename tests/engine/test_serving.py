@@ -274,7 +274,7 @@ def test_a_loop_that_hangs_is_seen(setup):
 
 def test_a_short_prompt_overtakes_a_long_one(setup):
     """Prompts are prefilled in turns, a chunk at a time; what decodes goes on meanwhile."""
-    engine, told = Engine(setup.plan, setup.params, SHAPE), []
+    engine, told = Engine(setup.plan, setup.params, SHAPE, prefill=32), []
     inboxes = {name: Inbox() for name in ("first", "long", "short")}
 
     def receiver(name):
