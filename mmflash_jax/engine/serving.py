@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,6 @@ PREFILLS_AT_ONCE = 2
 """Prompts that are prefilled in turns: a short one overtakes a long one that came before it."""
 
 
-PREFILL_TOKENS = 2048
-"""Prompt tokens between two runs of the loop: vLLM's default for mixed batches."""
-
-
 @dataclass(eq=False)
 class _Prefill:
     ticket: Ticket
@@ -54,12 +51,12 @@ class _Prefill:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """A run that the device was asked for: what it will tell, and whom of.
+    """A run of the loop: what it tells, and whom of.
 
     clean: no prompt was prefilled just before, so that its time is that of its steps.
     """
 
-    emission: Emission
+    given: Future[tuple[DecodeState, Emission]]
     tickets: tuple[Ticket | None, ...]
     width: int
     began: float
@@ -76,7 +73,7 @@ class Engine:
         shape: Shape,
         *,
         queue: int = 64,
-        prefill: int = PREFILL_TOKENS,
+        prefill: int = 2048,
         metrics: Metrics | None = None,
     ):
         self.plan, self.params, self.shape, self.queue = plan, params, shape, queue
@@ -114,7 +111,7 @@ class Engine:
             blank = PatchedImage(patches=patches, rows=2, columns=2, num_tokens=1)
             self._warm(1, (blank,))
         for rows, width in self._paces:
-            self._start(rows, width)
+            self._state, _ = self._run(rows, width)
         jax.block_until_ready(self._state)
         self.metrics.warmed_up()
 
@@ -271,10 +268,12 @@ class Engine:
         self._begin_prefills()
         self._prefill(self._prefill_tokens)
         last, self._last = self._last, self._next_run() if any(self._slots) else None
-        if last is not None:
-            # The device is at the next run already. Rows that turn out to have ended stand still
-            # in it, and what it tells of them is not told again.
-            self._hand_out(last)
+        # The device is at the next run already. Rows that turn out to have ended stand still in
+        # it, and what it tells of them is not told again.
+        ended = [] if last is None else self._hand_out(last)
+        if self._last is not None:
+            self._state = self._last.given.result()[0]
+        self._free(ended)
         if not any(self._slots):
             self._last = None
         self.metrics.turn(self.occupied, self.waiting)
@@ -328,22 +327,22 @@ class Engine:
         rows = self._pace.rows(1 + max(slot for slot, t in enumerate(self._slots) if t))
         width, began = self._pace.width(rows), time.perf_counter()
         return _Run(
-            emission=self._start(rows, width),
+            given=_in_background(functools.partial(self._run, rows, width)),
             tickets=tuple(self._slots[:rows]),
             width=width,
             began=began,
             clean=not self._prefilled,
         )
 
-    def _start(self, rows: int, width: int) -> Emission:
-        self._state, emission = run(
+    def _run(self, rows: int, width: int) -> tuple[DecodeState, Emission]:
+        return run(
             self.plan, self.params, self._state, steps=self.shape.steps, rows=rows, width=width
         )
-        return emission
 
-    def _hand_out(self, last: _Run) -> None:
-        """Wait for a run and tell its requests what they gained."""
-        told = _to_host(last.emission, any(t and t.prompt.logprobs for t in last.tickets))
+    def _hand_out(self, last: _Run) -> list[int]:
+        """Tell the requests of a run what they gained; the slots of those that ended."""
+        emission = last.given.result()[1]
+        told = _to_host(emission, any(t and t.prompt.logprobs for t in last.tickets))
         now = time.perf_counter()
         elapsed, self._told_at = now - max(last.began, self._told_at), now
         ended, steps, committed = [], 0, np.zeros(self.plan.drafter.block, np.int64)
@@ -361,7 +360,7 @@ class Engine:
         pace = len(last.tickets), last.width
         self._pace.observe(*pace, committed, elapsed / steps if clean else None)
         self.metrics.width(last.width, steps)
-        self._free(ended)
+        return ended
 
     def _tell(self, ticket: Ticket, slot: int, told: Emission) -> bool:
         """Deliver what a row gained; whether it has ended."""
@@ -417,6 +416,20 @@ class Engine:
     def _fail(self, ticket: Ticket, why: str) -> None:
         _deliver(ticket, Update(finish_reason="error", error=why))
         self.metrics.finished("error")
+
+
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    """What `call` gives, from another thread: on a GPU the call of a loop returns with its end."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="run", daemon=True).start()
+    return future
 
 
 def _deliver(ticket: Ticket, update: Update) -> None:
