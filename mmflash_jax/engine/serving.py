@@ -31,6 +31,7 @@ from mmflash_jax.decode.records import (
 )
 from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, insert, release, run
 from mmflash_jax.engine.metrics import Metrics
+from mmflash_jax.engine.offline import Timing
 from mmflash_jax.engine.pace import Pace
 from mmflash_jax.engine.tickets import BusyError, RefusedError, Ticket, TokenLogprobs, Update
 from mmflash_jax.layers.schema import Params
@@ -53,14 +54,13 @@ class _Prefill:
 class _Run:
     """A run of the loop: what it tells, and whom of.
 
-    clean: no prompt was prefilled just before, so that its time is that of its steps.
+    began: when, if the device had nothing else to do before; None if it follows another run.
     """
 
     given: Future[tuple[DecodeState, Emission]]
     tickets: tuple[Ticket | None, ...]
     width: int
-    began: float
-    clean: bool
+    began: float | None
 
 
 class Engine:
@@ -83,7 +83,7 @@ class Engine:
         self.beat = time.monotonic()
         self._paces = shape.paces or ((shape.slots, plan.drafter.block),)
         self._pace = Pace(self._paces, plan.drafter.block)
-        self._prefilled = False
+        self.timing = Timing()
         self._last: _Run | None = None
         self._told_at = 0.0
         self._pieces = Pieces.of(plan, params, shape)
@@ -266,8 +266,10 @@ class Engine:
     def _turn(self) -> None:
         self._drop_cancelled()
         self._begin_prefills()
+        prefilled = bool(self._prefills)
         self._prefill(self._prefill_tokens)
-        last, self._last = self._last, self._next_run() if any(self._slots) else None
+        following = self._next_run(prefilled) if any(self._slots) else None
+        last, self._last = self._last, following
         # The device is at the next run already. Rows that turn out to have ended stand still in
         # it, and what it tells of them is not told again.
         ended = [] if last is None else self._hand_out(last)
@@ -301,7 +303,6 @@ class Engine:
 
     def _prefill(self, tokens: int) -> None:
         """Work on prompts in turns, one piece each, until about `tokens` are done."""
-        self._prefilled = bool(self._prefills)
         while self._prefills and tokens > 0:
             one = self._prefills.popleft()
             try:
@@ -323,15 +324,19 @@ class Engine:
             self._state = insert(self.plan, self._state, row, np.int32(slot))
             self._begin_prefills()
 
-    def _next_run(self) -> _Run:
+    def _next_run(self, prefilled: bool) -> _Run:
         rows = self._pace.rows(1 + max(slot for slot, t in enumerate(self._slots) if t))
-        width, began = self._pace.width(rows), time.perf_counter()
+        width = self._pace.width(rows)
+        began = None
+        if prefilled or self._last is None:
+            # The clock sees decoding only.
+            jax.block_until_ready(self._state)
+            began = time.perf_counter()
         return _Run(
             given=_in_background(functools.partial(self._run, rows, width)),
             tickets=tuple(self._slots[:rows]),
             width=width,
             began=began,
-            clean=not self._prefilled,
         )
 
     def _run(self, rows: int, width: int) -> tuple[DecodeState, Emission]:
@@ -344,7 +349,8 @@ class Engine:
         emission = last.given.result()[1]
         told = _to_host(emission, any(t and t.prompt.logprobs for t in last.tickets))
         now = time.perf_counter()
-        elapsed, self._told_at = now - max(last.began, self._told_at), now
+        elapsed = now - (self._told_at if last.began is None else last.began)
+        self._told_at = now
         ended, steps, committed = [], 0, np.zeros(self.plan.drafter.block, np.int64)
         for slot, ticket in enumerate(last.tickets):
             # Since then a request may have ended or been cancelled.
@@ -356,9 +362,10 @@ class Engine:
             new = told.committed[slot] - (0 if before is None else before)
             committed += new
             steps = max(steps, int(new.sum()))
-        clean = steps and last.clean
         pace = len(last.tickets), last.width
-        self._pace.observe(*pace, committed, elapsed / steps if clean else None)
+        self._pace.observe(*pace, committed, elapsed / steps if steps else None)
+        self.timing.decode_s += elapsed
+        self.timing.tokens += int(committed @ (1 + np.arange(len(committed))))
         self.metrics.width(last.width, steps)
         return ended
 
