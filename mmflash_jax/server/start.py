@@ -58,6 +58,7 @@ def make_site(config: ServeConfig, session: Session, shape: Shape | None = None)
             root=config.image_root,
             most_bytes=int(config.max_image_mb * 2**20),
             count=config.max_images,
+            fetch_s=config.fetch_seconds if config.allow_http_images else None,
         ),
         api_key=config.api_key,
     )
