@@ -151,10 +151,9 @@ def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
     moved = 2 * state.nbytes + 2 * 4 * batch * case.T * case.value_heads * case.vd
     trials = []
     runs = {"reference": functools.partial(gated_delta_step, key_heads=case.key_heads)}
-    sizes = [(64, 4), (64, 8), (128, 8), (32, 4), (32, 2)] if arguments.tiles else [(64, 4)]
-    for columns, warps in sizes:
-        runs[f"({columns}, {warps})"] = functools.partial(
-            delta_gpu.gated_delta_step, key_heads=case.key_heads, columns=columns, warps=warps
+    for warps in (4, 8, 16) if arguments.tiles else (8,):
+        runs[f"{warps} warps"] = functools.partial(
+            delta_gpu.gated_delta_step, key_heads=case.key_heads, warps=warps
         )
     for name, run in runs.items():
 

@@ -66,11 +66,13 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
     else:
         rows = min(max(LEAST, _power_of_two(T * (N // K))), 64)
         keys = 64 if H <= 256 else 32
-        warps = 8 if H > 256 or (H > 128 and rows > LEAST) else 4
+        warps = 8 if H > 256 else 4
         stages = 3 if H <= 128 else 2
     programs = B * K * pl.cdiv(T * (N // K), rows)
     context = S if window is None else min(S, window)
-    wanted = min(2 * PROCESSORS // programs, pl.cdiv(context, keys), MOST_SPLITS)
+    # Programs with many query rows fill a processor, two with few share one.
+    room = PROCESSORS if rows > LEAST else 2 * PROCESSORS
+    wanted = min(room // programs, pl.cdiv(context, keys), MOST_SPLITS)
     splits = 1 << (max(wanted, 1).bit_length() - 1)
     return Tile(rows=rows, keys=keys, splits=splits, warps=warps, stages=stages)
 

@@ -1,7 +1,7 @@
 """A step of the gated delta rule as a Pallas kernel for NVIDIA GPUs (Triton backend).
 
-A program takes one value head of one batch row. A tile of columns of its state is in registers
-while the last block is folded in, written, and read by the new block. States and blocks are turned
+A program takes one value head of one batch row. Its state is in registers while the last block is
+folded in, written, and read by the new block. States and blocks are turned
 (columns of the state become rows): 16 tokens are the short side of every product, and Triton gives
 a row of a product to one warp.
 
@@ -38,7 +38,7 @@ def obstacle(a: Array, state: Array, update: Array) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """T tokens padded to P rows; `columns` of a state at a time."""
+    """T tokens padded to P rows."""
 
     T: int
     P: int
@@ -48,7 +48,6 @@ class _Sizes:
     value_heads: int
     kd: int
     vd: int
-    columns: int
     interpret: bool
 
 
@@ -88,26 +87,32 @@ def _gram(sizes: _Sizes, x: Array, y: Array) -> Array:
 
 
 def _convolved(
-    sizes: _Sizes, ring_ref: Any, kernel_ref: Any, position: Array, real: Array, channel: Array,
-    width: int,
-) -> Array:  # fmt: skip
-    """SiLU of the convolution at `position` for `width` channels, in the ring's dtype."""
-    columns = jnp.arange(width)
+    sizes: _Sizes, ring_ref: Any, kernel_ref: Any, once: Array,
+    *parts: tuple[Array, Array, Array, int],
+) -> list[Array]:  # fmt: skip
+    """SiLU of the convolution, in the ring's dtype, of parts: positions, which are real, the first
+    channel and their number."""
 
-    def add(tap: Array, total: Array) -> Array:
+    def add(tap: int, total: Array, part: tuple[Array, Array, Array, int]) -> Array:
+        position, real, channel, width = part
         at = position + (tap - (sizes.taps - 1))
         known = jnp.broadcast_to((real & (at >= 0))[:, None], total.shape)
         slot = lax.rem(at + sizes.slots, sizes.slots)
-        where = ring_ref.at[slot[:, None], (channel + columns)[None, :]]
+        where = ring_ref.at[slot[:, None], (channel + jnp.arange(width))[None, :]]
         row = plt.load(where, mask=known, other=0.0)
         weight = kernel_ref[tap, pl.ds(channel, width)]
         return total + row.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]
 
-    # A loop, because Triton would compute straight-line sums in the layout of a product's side,
-    # of which every warp holds all, and run out of registers.
-    start = jnp.zeros((position.shape[0], width), jnp.float32)
-    total = lax.fori_loop(0, sizes.taps, add, start)
-    return (total * jax.nn.sigmoid(total)).astype(ring_ref.dtype)
+    def all_taps(_: Array, totals: list[Array]) -> list[Array]:
+        for tap in range(sizes.taps):
+            totals = [add(tap, total, part) for total, part in zip(totals, parts, strict=True)]
+        return totals
+
+    # A loop of one turn, which the compiler cannot know: Triton would compute straight-line sums in
+    # the layout of a product's side, of which every warp holds all, and run out of registers.
+    starts = [jnp.zeros((part[0].shape[0], part[3]), jnp.float32) for part in parts]
+    totals = lax.fori_loop(0, once, all_taps, starts)
+    return [(total * jax.nn.sigmoid(total)).astype(ring_ref.dtype) for total in totals]
 
 
 def _norm(x: Array) -> Array:
@@ -122,15 +127,9 @@ def _tokens(ref: Any, real: Array) -> Array:
     return values.astype(jnp.float32)
 
 
-def _tile(ref: Any, start: Array, width: int) -> Any:
-    """The columns `start ..` of all rows of `ref`."""
-    return ref.at[:, pl.ds(start, width)]
-
-
-def _rows(ref: Any, count: int, start: Array, width: int) -> Any:
-    """The columns `start ..` of `count` rows, of which `ref` may have fewer."""
-    columns = start + jnp.arange(width)
-    return ref.at[jnp.arange(count)[:, None], columns[None, :]]
+def _rows(ref: Any, count: int) -> Any:
+    """The first `count` rows of `ref`, which may have fewer."""
+    return ref.at[jnp.arange(count)[:, None], jnp.arange(ref.shape[-1])[None, :]]
 
 
 def _decay(G: Array, mask: Array) -> Array:
@@ -159,7 +158,7 @@ def _step(
     pending_ref: Any, out_ref: Any, state_out: Any, update_out: Any, G_out: Any,
 ) -> None:  # fmt: skip
     """The program of one value head of one row."""
-    P, kd, vd, columns = sizes.P, sizes.kd, sizes.vd, sizes.columns
+    P, kd, vd = sizes.P, sizes.kd, sizes.vd
     head = pl.program_id(0) % sizes.value_heads
     key_channel = head // (sizes.value_heads // sizes.key_heads) * kd
     keys = sizes.key_heads * kd
@@ -167,17 +166,18 @@ def _step(
     index = jnp.arange(P)
     real, kept = index < sizes.T, index < keep
 
-    def convolved(position: Array, real: Array, channel: Array, width: int) -> Array:
-        return _convolved(sizes, ring_ref, kernel_ref, position, real, channel, width)
-
     old = _tokens(G_ref, kept)
     last = jnp.sum(jnp.where(index == keep - 1, old, 0.0))
     weight = jnp.where(kept, jnp.exp(jnp.where(kept, last - old, 0.0)), 0.0)
-    old_keys = convolved(length - keep + index, kept, keys + key_channel, kd)
+    once = jnp.minimum(length + 1, 1)
+    position, v_channel = length + index, 2 * keys + head * vd
+    old_keys, q, k, v = _convolved(
+        sizes, ring_ref, kernel_ref, once,
+        (position - keep, kept, keys + key_channel, kd), (position, real, key_channel, kd),
+        (position, real, keys + key_channel, kd), (position, real, v_channel, vd),
+    )  # fmt: skip
     weight *= _norm(old_keys)
 
-    q = convolved(length + index, real, key_channel, kd)
-    k = convolved(length + index, real, keys + key_channel, kd)
     q_norm, k_norm = _norm(q) * kd**-0.5, _norm(k)
     x = _tokens(a_ref, real) + dt_bias_ref[0]
     dt = jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
@@ -194,24 +194,17 @@ def _step(
     mixing = q_norm[:, None] * through * _gram(sizes, q, k)
     k_scale, q_scale = jnp.exp(G) * k_norm, jnp.exp(G) * q_norm
 
-    def tile(number: Array, _: None) -> None:
-        start = number * columns
-        wide = jnp.broadcast_to(real[:, None], (P, columns))
-        records = plt.load(
-            _rows(update_ref, P, start, columns), mask=wide & kept[:, None], other=0.0
-        )
-        state = jnp.exp(last) * plt.load(_tile(state_ref, start, columns)).T
-        state += _dot(sizes, (weight[:, None] * records).T, old_keys)
-        plt.store(_tile(state_out, start, columns), state.T)
-        v = convolved(length + index, real, 2 * keys + head * vd + start, columns)
-        told, asked = _dots(sizes, state, k.T, q.T)
-        right = beta[None, :] * (v.astype(jnp.float32).T - told * k_scale[None, :])
-        update = _dot(sizes, right, inverse.T)
-        out = asked * q_scale[None, :] + _dot(sizes, update, mixing.T)
-        plt.store(_rows(update_out, P, start, columns), update.T, mask=wide)
-        plt.store(_rows(out_ref, P, start, columns), out.T.astype(out_ref.dtype), mask=wide)
-
-    lax.fori_loop(0, vd // columns, tile, None)
+    wide = jnp.broadcast_to(real[:, None], (P, vd))
+    records = plt.load(_rows(update_ref, P), mask=wide & kept[:, None], other=0.0)
+    state = jnp.exp(last) * state_ref[...].T
+    state += _dot(sizes, (weight[:, None] * records).T, old_keys)
+    state_out[...] = state.T
+    told, asked = _dots(sizes, state, k.T, q.T)
+    right = beta[None, :] * (v.astype(jnp.float32).T - told * k_scale[None, :])
+    update = _dot(sizes, right, inverse.T)
+    out = asked * q_scale[None, :] + _dot(sizes, update, mixing.T)
+    plt.store(_rows(update_out, P), update.T, mask=wide)
+    plt.store(_rows(out_ref, P), out.T.astype(out_ref.dtype), mask=wide)
 
 
 def gated_delta_step(
@@ -229,7 +222,6 @@ def gated_delta_step(
     *,
     key_heads: int,
     interpret: bool = False,
-    columns: int = 64,
     warps: int = 8,
 ) -> tuple[Array, Array, Array, Array]:
     """`pallas_kernels.gated_delta_step`; state and records are updated in place."""
@@ -238,8 +230,7 @@ def gated_delta_step(
     vh, kd, vd = state.shape[1:]
     sizes = _Sizes(
         T=T, P=1 if T == 1 else max(LEAST, 1 << (T - 1).bit_length()), taps=kernel.shape[0],
-        slots=slots, key_heads=key_heads, value_heads=vh, kd=kd, vd=vd,
-        columns=min(columns, vd), interpret=interpret,
+        slots=slots, key_heads=key_heads, value_heads=vh, kd=kd, vd=vd, interpret=interpret,
     )  # fmt: skip
     tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, i % vh))
     head = pl.BlockSpec((1,), lambda i: (i % vh,))
