@@ -2,8 +2,8 @@
 
 One thread owns the device state. Each turn it drops what was cancelled, prefills a bounded number
 of prompt tokens (so that a long prompt holds up the others by so many at a time), starts the fused
-loop for a few steps and, while the device is at it, tells every request what the steps before gave.
-Requests are admitted in the order in which they came.
+loop for a few steps and tells every request what it gained: while the device is at the next steps
+already, if no prompt waits. Requests are admitted in the order in which they came.
 """
 
 import collections
@@ -264,6 +264,10 @@ class Engine:
                 self._changed.wait()
 
     def _turn(self) -> None:
+        if self._last is not None and self._will_prefill(self._last):
+            # Rows that have ended make room first, and no tokens wait until a prompt is prefilled.
+            last, self._last = self._last, None
+            self._free(self._hand_out(last))
         self._drop_cancelled()
         self._begin_prefills()
         prefilled = bool(self._prefills)
@@ -279,6 +283,16 @@ class Engine:
         if not any(self._slots):
             self._last = None
         self.metrics.turn(self.occupied, self.waiting)
+
+    def _will_prefill(self, last: _Run) -> bool:
+        """Whether a prompt is on its way in, or waits and finds room after the last run."""
+        if self._prefills or not self._waiting:
+            return bool(self._prefills)
+        reasons = np.asarray(last.given.result()[1].reason)
+        return self.occupied < self.shape.slots or any(
+            ticket is not None and int(reason) in FINISH_REASONS
+            for ticket, reason in zip(last.tickets, reasons, strict=True)
+        )
 
     def _drop_cancelled(self) -> None:
         with self._changed:
