@@ -11,17 +11,15 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.compilation import Lowering, compile_at_once
-from mmflash_jax.decode.prefill import empty_prompts, encode_image_batch, prefill_chunk
+from mmflash_jax.compilation import compile_at_once
 from mmflash_jax.decode.records import (
     FINISH_REASONS,
     DecodeState,
@@ -33,6 +31,7 @@ from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, inser
 from mmflash_jax.engine.metrics import Metrics
 from mmflash_jax.engine.offline import Timing
 from mmflash_jax.engine.pace import Pace
+from mmflash_jax.engine.programs import blank_prompts, large_programs
 from mmflash_jax.engine.tickets import BusyError, RefusedError, Ticket, TokenLogprobs, Update
 from mmflash_jax.layers.schema import Params
 
@@ -101,52 +100,17 @@ class Engine:
         Call it before `start`.
         """
         channels = 0 if image is None else image.patches.shape[1]
-        sizes = self.shape.image_sizes if channels else ()
         # The large ones side by side; what is left is small and compiled by its first use below.
-        compile_at_once(self._large_programs(sizes, channels))
-        for width in self.shape.widths:
-            self._warm(min(width, self.shape.capacity - 1), ())
-        for size in sizes:
-            patches = np.zeros((size, channels), np.float32)
-            blank = PatchedImage(patches=patches, rows=2, columns=2, num_tokens=1)
-            self._warm(1, (blank,))
+        compile_at_once(large_programs(self._pieces, self._state, self._paces, channels))
+        for prompt in blank_prompts(self.plan, self.shape, channels):
+            for _, row in self._pieces.prefill(prompt):
+                if row is not None:
+                    self._state = insert(self.plan, self._state, row, np.int32(0))
+            self._free([0])
         for rows, width in self._paces:
             self._state, _ = self._run(rows, width)
         jax.block_until_ready(self._state)
         self.metrics.warmed_up()
-
-    def _large_programs(self, sizes: Sequence[int], channels: int) -> Iterator[Lowering]:
-        plan, params, axes = self.plan, self.params, self.plan.target.position_axes
-        prompt = empty_prompts(plan, 1, self.shape.capacity)
-        ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        for rows, width in self._paces:
-            options = {"steps": self.shape.steps, "rows": rows, "width": width}
-            yield functools.partial(run.lower, plan, params, self._state, **options)
-        for width in self.shape.widths:
-            yield functools.partial(
-                prefill_chunk.lower, plan, params, prompt, ints((1, width)),
-                self._pieces.no_media, ints((1, width)), ints((axes, 1, width)), ints((1,)),
-                ints((1,)),
-            )  # fmt: skip
-        for size in sizes:
-            patches = jax.ShapeDtypeStruct((1, size, channels), jnp.float32)
-            yield functools.partial(
-                encode_image_batch.lower, plan, params, patches, ints((1,)), ints((1,))
-            )
-
-    def _warm(self, length: int, images: tuple[PatchedImage, ...]) -> None:
-        prompt = Prompt(
-            ids=np.zeros(length, np.int32),
-            media_idx=np.full(length, -1, np.int32),
-            positions=np.zeros((self.plan.target.position_axes, length), np.int32),
-            rope_shift=0,
-            images=images,
-            max_tokens=2,
-        )
-        for _, row in self._pieces.prefill(prompt):
-            if row is not None:
-                self._state = insert(self.plan, self._state, row, np.int32(0))
-        self._free([0])
 
     # ---- from any thread
 
