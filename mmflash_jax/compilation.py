@@ -1,9 +1,14 @@
 """Keeping compiled programs between runs."""
 
 import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+
+Lowering = Callable[[], jax.stages.Lowered]
+"""Gives `jitted.lower(...)`."""
 
 
 def keep_compiled_programs() -> None:
@@ -11,6 +16,16 @@ def keep_compiled_programs() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     jax.config.update("jax_compilation_cache_dir", str(cache / "mmflash-jax" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def compile_at_once(lowerings: Iterable[Lowering]) -> None:
+    """Compile programs side by side, one a core.
+
+    A later call of the jitted function with arguments of these shapes finds its program compiled.
+    """
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda lower: lower().compile(), lowerings):
+            pass
 
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"

@@ -125,10 +125,17 @@ class ServeConfig(SamplingSettings):
     adapt: bool = True
     """Serve each load with as many rows and drafts as pay; takes more programs, compiled at start.
     Off: always all rows and whole blocks."""
+    prefill_tokens: int = 2048
+    """Prompt tokens prefilled between two runs of the loop. Fewer hold up running answers less,
+    more fill free rows sooner."""
     max_queue: int = 64
     """Requests that may wait for a row; more are turned away for now."""
     image_root: Path | None = None
     """Folder whose files clients may name as file:// images. Default: no files."""
+    allow_http_images: bool = False
+    """Fetch images that clients name by http(s) address, from public addresses only."""
+    fetch_seconds: float = 10.0
+    """Longest time that fetching one image may take."""
     max_images: int = 8
     """Most images of a request."""
     max_image_mb: float = 20.0
@@ -138,7 +145,8 @@ class ServeConfig(SamplingSettings):
         super().__post_init__()
         _positive(
             self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale",
-            "draft_tokens", "draft_top_k", "draft_depth", "max_queue", "max_images", "max_image_mb",
+            "draft_tokens", "draft_top_k", "draft_depth", "prefill_tokens", "max_queue",
+            "fetch_seconds", "max_images", "max_image_mb",
         )  # fmt: skip
         if self.port is not None and not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}, it must be from 0 to 65535")

@@ -62,7 +62,7 @@ class Shape:
 class Emission:
     """What `run` tells the host; rows are slots.
 
-    ids: int32 `[B, W]` tokens from place `since` on; `num_tokens - since` of them count.
+    ids: int32 `[B, W]`, the tokens that earlier runs have not told; the last count is `num_tokens`.
     drafted: bool `[B, W]`, which of them are accepted drafts.
     chosen, likeliest, values: their log-probabilities and the likeliest tokens' (`Logprobs`).
     num_tokens, reason, steps, committed: as in `DecodeState`.
@@ -183,7 +183,6 @@ def run(
     plan: Plan,
     params: Params,
     state: DecodeState,
-    since: Int[Array, " B"],
     *,
     steps: int,
     rows: int,
@@ -192,16 +191,15 @@ def run(
     """Step until a row ends, none runs or `steps` are taken; tell what each row gained.
 
     Only the first `rows` slots run, and only the first `width` tokens of a block are verified: few
-    requests should not pay for many rows, nor many rows for drafts that are not accepted. `since`
-    is the number of tokens of each row that the host has already. A row that ended on its way in,
-    with its first token, is told too.
+    requests should not pay for many rows, nor many rows for drafts that are not accepted. A row
+    that ended on its way in, with its first token, is told too.
     """
     if width < plan.drafter.block:
         plan = dataclasses.replace(plan, drafter=Narrowed(plan.drafter, width))
     if rows == state.reason.shape[0]:
-        return _run(plan, params, state, since, steps)
+        return _run(plan, params, state, steps)
     part = _map_rows(plan, lambda leaf, axis: lax.slice_in_dim(leaf, 0, rows, axis=axis), state)
-    part, emission = _run(plan, params, part, since[:rows], steps)
+    part, emission = _run(plan, params, part, steps)
 
     def put_back(leaf: Array, one: Array, axis: int) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, one, 0, axis)
@@ -210,8 +208,10 @@ def run(
 
 
 def _run(
-    plan: Plan, params: Params, state: DecodeState, since: Int[Array, " B"], steps: int
+    plan: Plan, params: Params, state: DecodeState, steps: int
 ) -> tuple[DecodeState, Emission]:
+    # A row that has taken no step yet has not been told of either; a run takes at least one.
+    since = jnp.where(state.steps == 0, 0, state.num_tokens)
 
     def more(carry: tuple[Array, DecodeState]) -> Array:
         taken, now = carry

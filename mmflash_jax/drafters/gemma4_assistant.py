@@ -14,7 +14,7 @@ is answered, only how often they are accepted.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +122,7 @@ def _layer(text: Mapping[str, Any], kind: str, index: int, where: str) -> Layer:
     )
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AssistantState:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, no_type_check, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +94,7 @@ class Config:
         return {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class MTPState:

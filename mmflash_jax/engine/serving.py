@@ -1,22 +1,25 @@
 """The serving engine: requests join and leave a running batch between short loop runs.
 
-One thread owns the device state. Each turn it drops what was cancelled, gives prefill one chunk's
-worth of tokens (so that a long prompt holds up the others by one chunk at a time), runs the fused
-loop for a few steps and tells every request what it gained. Requests are admitted in the order in
-which they came.
+One thread owns the device state. Each turn it drops what was cancelled, prefills a bounded number
+of prompt tokens (so that a long prompt holds up the others by so many at a time), starts the fused
+loop for a few steps and tells every request what it gained: while the device is at the next steps
+already, if no prompt waits. Requests are admitted in the order in which they came.
 """
 
 import collections
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from mmflash_jax.compilation import compile_at_once
 from mmflash_jax.decode.records import (
     FINISH_REASONS,
     DecodeState,
@@ -26,7 +29,9 @@ from mmflash_jax.decode.records import (
 )
 from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, insert, release, run
 from mmflash_jax.engine.metrics import Metrics
+from mmflash_jax.engine.offline import Timing
 from mmflash_jax.engine.pace import Pace
+from mmflash_jax.engine.programs import blank_prompts, large_programs
 from mmflash_jax.engine.tickets import BusyError, RefusedError, Ticket, TokenLogprobs, Update
 from mmflash_jax.layers.schema import Params
 
@@ -44,6 +49,19 @@ class _Prefill:
     pieces: Iterator[tuple[int, DecodeState | None]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A run of the loop: what it tells, and whom of.
+
+    began: when, if the device had nothing else to do before; None if it follows another run.
+    """
+
+    given: Future[tuple[DecodeState, Emission]]
+    tickets: tuple[Ticket | None, ...]
+    width: int
+    began: float | None
+
+
 class Engine:
     """Slots over the fused loop. `submit` and `cancel` may be called from any thread."""
 
@@ -54,15 +72,19 @@ class Engine:
         shape: Shape,
         *,
         queue: int = 64,
+        prefill: int = 2048,
         metrics: Metrics | None = None,
     ):
         self.plan, self.params, self.shape, self.queue = plan, params, shape, queue
+        self._prefill_tokens = prefill
         self.metrics = metrics or Metrics(plan.drafter.block)
         self.failure: BaseException | None = None
         self.beat = time.monotonic()
         self._paces = shape.paces or ((shape.slots, plan.drafter.block),)
         self._pace = Pace(self._paces, plan.drafter.block)
-        self._prefilled = False
+        self.timing = Timing()
+        self._last: _Run | None = None
+        self._told_at = 0.0
         self._pieces = Pieces.of(plan, params, shape)
         self._state = empty_slots(plan, shape)
         self._slots: list[Ticket | None] = [None] * shape.slots
@@ -77,32 +99,18 @@ class Engine:
 
         Call it before `start`.
         """
-        for width in self.shape.widths:
-            self._warm(min(width, self.shape.capacity - 1), ())
-        if image is not None:
-            channels = image.patches.shape[1]
-            for size in self.shape.image_sizes:
-                patches = np.zeros((size, channels), np.float32)
-                blank = PatchedImage(patches=patches, rows=2, columns=2, num_tokens=1)
-                self._warm(1, (blank,))
-        self.metrics.warmed_up()
-
-    def _warm(self, length: int, images: tuple[PatchedImage, ...]) -> None:
-        prompt = Prompt(
-            ids=np.zeros(length, np.int32),
-            media_idx=np.full(length, -1, np.int32),
-            positions=np.zeros((self.plan.target.position_axes, length), np.int32),
-            rope_shift=0,
-            images=images,
-            max_tokens=2,
-        )
-        self._slots[0] = Ticket(prompt, lambda _: None)
-        for _, row in self._pieces.prefill(prompt):
-            if row is not None:
-                self._state = insert(self.plan, self._state, row, np.int32(0))
+        channels = 0 if image is None else image.patches.shape[1]
+        # The large ones side by side; what is left is small and compiled by its first use below.
+        compile_at_once(large_programs(self._pieces, self._state, self._paces, channels))
+        for prompt in blank_prompts(self.plan, self.shape, channels):
+            for _, row in self._pieces.prefill(prompt):
+                if row is not None:
+                    self._state = insert(self.plan, self._state, row, np.int32(0))
+            self._free([0])
         for rows, width in self._paces:
-            self._run(rows, width)
-        self._free([0])
+            self._state, _ = self._run(rows, width)
+        jax.block_until_ready(self._state)
+        self.metrics.warmed_up()
 
     # ---- from any thread
 
@@ -220,12 +228,35 @@ class Engine:
                 self._changed.wait()
 
     def _turn(self) -> None:
+        if self._last is not None and self._will_prefill(self._last):
+            # Rows that have ended make room first, and no tokens wait until a prompt is prefilled.
+            last, self._last = self._last, None
+            self._free(self._hand_out(last))
         self._drop_cancelled()
         self._begin_prefills()
-        self._prefill(self.shape.widths[-1])
-        if any(self._slots):
-            self._decode()
+        prefilled = bool(self._prefills)
+        self._prefill(self._prefill_tokens)
+        following = self._next_run(prefilled) if any(self._slots) else None
+        last, self._last = self._last, following
+        # The device is at the next run already. Rows that turn out to have ended stand still in
+        # it, and what it tells of them is not told again.
+        ended = [] if last is None else self._hand_out(last)
+        if self._last is not None:
+            self._state = self._last.given.result()[0]
+        self._free(ended)
+        if not any(self._slots):
+            self._last = None
         self.metrics.turn(self.occupied, self.waiting)
+
+    def _will_prefill(self, last: _Run) -> bool:
+        """Whether a prompt is on its way in, or waits and finds room after the last run."""
+        if self._prefills or not self._waiting:
+            return bool(self._prefills)
+        reasons = np.asarray(last.given.result()[1].reason)
+        return self.occupied < self.shape.slots or any(
+            ticket is not None and int(reason) in FINISH_REASONS
+            for ticket, reason in zip(last.tickets, reasons, strict=True)
+        )
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -250,7 +281,6 @@ class Engine:
 
     def _prefill(self, tokens: int) -> None:
         """Work on prompts in turns, one piece each, until about `tokens` are done."""
-        self._prefilled = bool(self._prefills)
         while self._prefills and tokens > 0:
             one = self._prefills.popleft()
             try:
@@ -272,15 +302,37 @@ class Engine:
             self._state = insert(self.plan, self._state, row, np.int32(slot))
             self._begin_prefills()
 
-    def _decode(self) -> None:
+    def _next_run(self, prefilled: bool) -> _Run:
         rows = self._pace.rows(1 + max(slot for slot, t in enumerate(self._slots) if t))
         width = self._pace.width(rows)
-        began = time.perf_counter()
-        told = self._run(rows, width)
-        elapsed = time.perf_counter() - began
+        began = None
+        if prefilled or self._last is None:
+            # The clock sees decoding only.
+            jax.block_until_ready(self._state)
+            began = time.perf_counter()
+        return _Run(
+            given=_in_background(functools.partial(self._run, rows, width)),
+            tickets=tuple(self._slots[:rows]),
+            width=width,
+            began=began,
+        )
+
+    def _run(self, rows: int, width: int) -> tuple[DecodeState, Emission]:
+        return run(
+            self.plan, self.params, self._state, steps=self.shape.steps, rows=rows, width=width
+        )
+
+    def _hand_out(self, last: _Run) -> list[int]:
+        """Tell the requests of a run what they gained; the slots of those that ended."""
+        emission = last.given.result()[1]
+        told = _to_host(emission, any(t and t.prompt.logprobs for t in last.tickets))
+        now = time.perf_counter()
+        elapsed = now - (self._told_at if last.began is None else last.began)
+        self._told_at = now
         ended, steps, committed = [], 0, np.zeros(self.plan.drafter.block, np.int64)
-        for slot, ticket in enumerate(self._slots[:rows]):
-            if ticket is None:
+        for slot, ticket in enumerate(last.tickets):
+            # Since then a request may have ended or been cancelled.
+            if ticket is None or self._slots[slot] is not ticket:
                 continue
             before = ticket.committed
             if self._tell(ticket, slot, told):
@@ -288,19 +340,12 @@ class Engine:
             new = told.committed[slot] - (0 if before is None else before)
             committed += new
             steps = max(steps, int(new.sum()))
-        # Prompts that were prefilled in this turn took part of the time.
-        alone = steps and not self._prefilled
-        self._pace.observe(rows, width, committed, elapsed / steps if alone else None)
-        self.metrics.width(width, steps)
-        self._free(ended)
-
-    def _run(self, rows: int, width: int) -> Any:
-        since = np.array([t.seen if t else 0 for t in self._slots], np.int32)
-        self._state, emission = run(
-            self.plan, self.params, self._state, since,
-            steps=self.shape.steps, rows=rows, width=width,
-        )  # fmt: skip
-        return _to_host(emission, any(t is not None and t.prompt.logprobs for t in self._slots))
+        pace = len(last.tickets), last.width
+        self._pace.observe(*pace, committed, elapsed / steps if steps else None)
+        self.timing.decode_s += elapsed
+        self.timing.tokens += int(committed @ (1 + np.arange(len(committed))))
+        self.metrics.width(last.width, steps)
+        return ended
 
     def _tell(self, ticket: Ticket, slot: int, told: Emission) -> bool:
         """Deliver what a row gained; whether it has ended."""
@@ -356,6 +401,20 @@ class Engine:
     def _fail(self, ticket: Ticket, why: str) -> None:
         _deliver(ticket, Update(finish_reason="error", error=why))
         self.metrics.finished("error")
+
+
+def _in_background(call: Callable[[], Any]) -> Future[Any]:
+    """What `call` gives, from another thread: on a GPU the call of a loop returns with its end."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="run", daemon=True).start()
+    return future
 
 
 def _deliver(ticket: Ticket, update: Update) -> None:

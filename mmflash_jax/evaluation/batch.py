@@ -1,9 +1,10 @@
 """The batch tool behind serve.py: answer a file of prompts, compare with plain decoding, report."""
 
 import dataclasses
+import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.demo.corpus import final_answer
 from mmflash_jax.drafters import DFlash, NoDraft
+from mmflash_jax.engine.backlog import answer_backlog
 from mmflash_jax.engine.images import ImageError, open_image
+from mmflash_jax.engine.journal import Journal
 from mmflash_jax.engine.offline import Answers, Completion, until_stop
 from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request
 from mmflash_jax.evaluation import report
-from mmflash_jax.evaluation.measure import Measured, decode_all, measure
+from mmflash_jax.evaluation.exactness import compare
+from mmflash_jax.evaluation.measure import Measured
 from mmflash_jax.evaluation.resume import from_line, journal_of, to_line
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
@@ -95,18 +99,15 @@ def run(config: ServeConfig) -> int:
     config = dataclasses.replace(config, max_length=longest)
     lines, jobs = prepare(session.encoder, lines, config.max_length)
     prompts = [job.prompt for job in jobs]
-    texts: list[str] = []
-
-    def keep(drafted: Answers) -> None:
-        ended = [
-            until_stop(session.encoder.decode, completion, job.request.stop)
-            for job, completion in zip(jobs, drafted.completions, strict=True)
-        ]
-        texts.extend(text for text, _ in ended)
-        if config.output:
-            write_answers(config.output, lines, jobs, texts, [cut for _, cut in ended])
-
-    measured = _measure(session, prompts, config, keep)
+    journal = None
+    if config.output is not None:
+        journal = journal_of(config, config.output, session.plan, prompts)
+    drafted = _drafted(session, prompts, config.batch, journal)
+    texts, cut = _texts(session, jobs, drafted)
+    if config.output is not None and journal is not None:
+        write_answers(config.output, lines, jobs, texts, cut)
+        journal.path.unlink()
+    measured = _measure(session, prompts, config, drafted)
     blank = answer_blanked(session, jobs, config)
     report.print_answers([job.line for job in jobs], texts, measured)
     for line in lines:
@@ -131,34 +132,62 @@ def run(config: ServeConfig) -> int:
     return int(failed)
 
 
-def _measure(
-    session: Session,
-    prompts: Sequence[Prompt],
-    config: ServeConfig,
-    keep: Callable[[Answers], object],
-) -> Measured:
-    """Decode and compare; with an output file a run that was killed goes on where it was."""
-    options = {"plain": config.plain, "on_drafted": keep}
-    if config.output is None:
-        return measure(session.plan, session.params, prompts, config.batch, **options)
-    journal = journal_of(config, config.output, session.plan, prompts)
-    known = [from_line(line) for line in journal.read()]
+def _drafted(
+    session: Session, prompts: Sequence[Prompt], batch: int, journal: Journal | None
+) -> Answers:
+    """Answers with the draft; with a journal a run that was killed goes on where it was."""
+    decode = functools.partial(_answer, session.plan, session.params, prompts, batch, "decode")
+    if journal is None:
+        return decode()
+    lines = journal.read()
+    known = dict(from_line(line) for line in lines)
     if known:
         log.warning("%d of %d answers are in %s already", len(known), len(prompts), journal.path)
-    with journal.append(keep=len(known)) as write:
+    with journal.append(keep=len(lines)) as write:
+        return decode(known, lambda number, one: write([to_line(number, one)]))
 
-        def on_batch(completions: Sequence[Completion]) -> None:
-            write(to_line(completion) for completion in completions)
 
-        def on_drafted(drafted: Answers) -> None:
-            keep(drafted)
-            journal.path.unlink()
+def _texts(
+    session: Session, jobs: Sequence[Job], answers: Answers
+) -> tuple[list[str], list[Completion]]:
+    """Texts and completions, up to the stop strings of their prompts."""
+    ended = [
+        until_stop(session.encoder.decode, completion, job.request.stop)
+        for job, completion in zip(jobs, answers.completions, strict=True)
+    ]
+    return [text for text, _ in ended], [cut for _, cut in ended]
 
-        options["on_drafted"] = on_drafted
-        return measure(
-            session.plan, session.params, prompts, config.batch, known=known, on_batch=on_batch,
-            **options,
-        )  # fmt: skip
+
+def _measure(
+    session: Session, prompts: Sequence[Prompt], config: ServeConfig, drafted: Answers
+) -> Measured:
+    """Decode without the draft too, if asked for, and compare."""
+    if not config.plain:
+        return Measured(drafted, None, None)
+    plan, params = session.plan, session.params
+    alone = dataclasses.replace(plan, drafter=NoDraft())
+    plain = _answer(alone, params, prompts, config.batch, "decode plainly")
+    parity = compare(plan, params, prompts, drafted.completions, plain.completions)
+    return Measured(drafted, plain, parity)
+
+
+def _answer(
+    plan: Plan,
+    params: Params,
+    prompts: Sequence[Prompt],
+    batch: int,
+    title: str,
+    known: Mapping[int, Completion] | None = None,
+    on_answer: Callable[[int, Completion], object] = lambda *_: None,
+) -> Answers:
+    """`answer_backlog` under a progress bar."""
+    with tqdm(total=len(prompts), initial=len(known or {}), desc=title, unit="prompt") as bar:
+
+        def answered(number: int, completion: Completion) -> None:
+            on_answer(number, completion)
+            bar.update()
+
+        return answer_backlog(plan, params, prompts, batch=batch, known=known, on_answer=answered)
 
 
 def _check_writable(*files: Path | None) -> None:
@@ -210,7 +239,7 @@ def answer_blanked(session: Session, jobs: Sequence[Job], config: ServeConfig) -
         return None
     blanked = [session.encoder.encode(without_picture(job.request)) for job in graded]
     fitted = [fit_to_cache(prompt, config.max_length) for prompt in blanked]
-    return decode_all(session.plan, session.params, fitted, config.batch, "decode blanked")
+    return _answer(session.plan, session.params, fitted, config.batch, "decode blanked")
 
 
 def without_picture(request: Request) -> Request:

@@ -1,7 +1,7 @@
 """One measurement of a draft: decoded with it and without it, compared id by id."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
-from mmflash_jax.engine.offline import Answers, Completion, answer
+from mmflash_jax.engine.offline import Answers, answer
 from mmflash_jax.evaluation.acceptance import accepted_per_position, pooled_tau
 from mmflash_jax.evaluation.exactness import Parity, compare
 from mmflash_jax.layers.schema import Params
@@ -54,20 +54,12 @@ def measure(
     *,
     title: str = "decode",
     plain: Answers | bool = True,
-    known: Sequence[Completion] = (),
-    on_batch: Callable[[Sequence[Completion]], object] = lambda _: None,
-    on_drafted: Callable[[Answers], object] = lambda _: None,
 ) -> Measured:
     """Decode `prompts` with the draft of `plan` and, unless `plain` is False, without it.
 
     plain: answers of the target alone that are known already, in the same dtype.
-    known: drafted answers to the first prompts that an earlier run has made; they have no part in
-        the speed.
-    on_batch: receives the other drafted answers, batch by batch.
-    on_drafted: receives the drafted answers before anything else can go wrong.
     """
-    drafted = decode_all(plan, params, prompts, batch, title, known=known, on_batch=on_batch)
-    on_drafted(drafted)
+    drafted = decode_all(plan, params, prompts, batch, title)
     if plain is False:
         return Measured(drafted, None, None)
     if plain is True:
@@ -83,14 +75,7 @@ def decode_all(
     prompts: Sequence[Prompt],
     batch: int,
     title: str,
-    *,
-    known: Sequence[Completion] = (),
-    on_batch: Callable[[Sequence[Completion]], object] = lambda _: None,
 ) -> Answers:
-    """`answer` under a progress bar, after what is `known` of the first prompts."""
-    with tqdm(total=len(prompts), initial=len(known), desc=title, unit="prompt") as bar:
-        new = answer(
-            plan, params, prompts, batch=batch, start=len(known), on_progress=bar.update,
-            on_batch=on_batch,
-        )  # fmt: skip
-    return Answers([*known, *new.completions], new.timing)
+    """`answer` under a progress bar."""
+    with tqdm(total=len(prompts), desc=title, unit="prompt") as bar:
+        return answer(plan, params, prompts, batch=batch, on_progress=bar.update)

@@ -1,7 +1,7 @@
 """Answers of a prompt file that a kill does not lose.
 
-They are kept beside the output as they come, batch by batch, and a run with the same prompts and
-settings goes on after the last whole one. The output itself is written once, at the end.
+They are kept beside the output as they come, and a run with the same prompts and settings makes
+the others. The output itself is written once, at the end.
 """
 
 import hashlib
@@ -26,6 +26,7 @@ def journal_of(config: ServeConfig, output: Path, plan: Plan, prompts: Sequence[
         "dtype": plan.target.dtype,
         "stop_ids": list(plan.stop_ids),
         "prompts": _digest(prompts),
+        "order": "as they end",
     }
     return Journal(output.with_name(f"{output.name}.part"), header, "answer anew")
 
@@ -42,9 +43,10 @@ def _digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def to_line(completion: Completion) -> dict[str, Any]:
-    """A completion as JSON."""
+def to_line(number: int, completion: Completion) -> dict[str, Any]:
+    """The completion of a prompt as JSON."""
     return {
+        "prompt": number,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "prompt_tokens": completion.prompt_tokens,
@@ -54,9 +56,9 @@ def to_line(completion: Completion) -> dict[str, Any]:
     }
 
 
-def from_line(line: dict[str, Any]) -> Completion:
-    """The completion of a line that `to_line` made."""
-    return Completion(
+def from_line(line: dict[str, Any]) -> tuple[int, Completion]:
+    """Number and completion of a line that `to_line` made."""
+    return line["prompt"], Completion(
         token_ids=tuple(line["token_ids"]),
         finish_reason=line["finish_reason"],
         prompt_tokens=line["prompt_tokens"],

@@ -1,12 +1,14 @@
 """Key/value caches: a slot for every token, or a ring of the last ones."""
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionCache:

@@ -25,12 +25,14 @@ from mmflash_jax.engine.serving import Engine
 from mmflash_jax.engine.tickets import BusyError, RefusedError
 from mmflash_jax.server.answers import ChatShape, Shape, TextShape, streamed_answer, whole_answer
 from mmflash_jax.server.errors import APIError, from_validation
+from mmflash_jax.server.fetch import Fetcher
 from mmflash_jax.server.generate import (
     Defaults,
     Generation,
     chat_request,
     completion_requests,
     encode,
+    fetch_images,
 )
 from mmflash_jax.server.images import ImageLimits
 from mmflash_jax.server.schema import ChatRequest, CompletionRequest
@@ -118,8 +120,12 @@ def _add_completions(app: FastAPI, site: Site) -> None:
     async def off_loop(work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(front, work)
 
-    def chat_prompts(body: ChatRequest) -> list[Prompt]:
-        request, thinking = chat_request(body, site.images)
+    fetcher = None
+    if site.images.fetch_s is not None:
+        fetcher = Fetcher(most_bytes=site.images.most_bytes, seconds=site.images.fetch_s)
+
+    def chat_prompts(body: ChatRequest, fetched: dict[str, bytes]) -> list[Prompt]:
+        request, thinking = chat_request(body, site.images, fetched)
         encoder = site.encoder if thinking is None else replace(site.encoder, thinking=thinking)
         return [encode(body, request, encoder, site.defaults, capacity)]
 
@@ -143,7 +149,8 @@ def _add_completions(app: FastAPI, site: Site) -> None:
     async def chat_completions(http: Request, body: ChatRequest) -> Response:
         _check_model(site, body.model)
         _check_text(body)
-        prompts = await off_loop(functools.partial(chat_prompts, body))
+        fetched = await fetch_images(body, site.images, fetcher)
+        prompts = await off_loop(functools.partial(chat_prompts, body, fetched))
         return await respond(http, body, prompts, ChatShape(site.encoder.decode, body.likeliest))
 
     @app.post("/v1/completions")

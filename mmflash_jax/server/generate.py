@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ from mmflash_jax.engine.serving import Engine
 from mmflash_jax.engine.text import AnswerText
 from mmflash_jax.engine.tickets import BusyError, Ticket, TokenLogprobs, Update
 from mmflash_jax.server.errors import APIError
-from mmflash_jax.server.images import ImageLimits, read_image
+from mmflash_jax.server.fetch import Fetcher
+from mmflash_jax.server.images import ImageLimits, is_http, read_image
 from mmflash_jax.server.schema import ChatRequest, CompletionRequest, ImagePart, TextPart
 
 log = logging.getLogger(__name__)
@@ -45,32 +46,55 @@ class Piece:
     finish_reason: str | None = None
 
 
-def chat_request(body: ChatRequest, limits: ImageLimits) -> tuple[Request, bool | None]:
+async def fetch_images(
+    body: ChatRequest, limits: ImageLimits, fetcher: Fetcher | None
+) -> dict[str, bytes]:
+    """The images of a chat that have http(s) addresses, by address; none without a fetcher.
+
+    Raises:
+        ImageError: one cannot be fetched.
+        APIError: too many images.
+    """
+    parts = [part for message in body.messages for part in message.parts]
+    urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    if len(urls) > limits.count:
+        raise APIError(400, f"more than {limits.count} images", param="messages")
+    if fetcher is None:
+        return {}
+    wanted = {url: f"image {place}" for place, url in enumerate(urls, start=1) if is_http(url)}
+    fetches = (fetcher.fetch(url, name) for url, name in wanted.items())
+    return dict(zip(wanted, await asyncio.gather(*fetches), strict=True))
+
+
+def chat_request(
+    body: ChatRequest, limits: ImageLimits, fetched: Mapping[str, bytes]
+) -> tuple[Request, bool | None]:
     """The request of a chat, and whether the model should think first.
 
     Raises:
         ImageError: an image cannot be taken.
-        APIError: too many images.
     """
     images: list[bytes] = []
     messages: list[dict[str, Any]] = []
     for message in body.messages:
         content: Any = message.content if message.content is not None else ""
         if not isinstance(content, str):
-            content = [_template_part(part, images, limits) for part in content]
+            content = [_template_part(part, images, limits, fetched) for part in content]
         messages.append({"role": message.role, "content": content})
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs else None
     return Request(messages=messages, images=tuple(images)), thinking
 
 
 def _template_part(
-    part: TextPart | ImagePart, images: list[bytes], limits: ImageLimits
+    part: TextPart | ImagePart,
+    images: list[bytes],
+    limits: ImageLimits,
+    fetched: Mapping[str, bytes],
 ) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
-    if len(images) >= limits.count:
-        raise APIError(400, f"more than {limits.count} images", param="messages")
-    images.append(read_image(part.image_url.url, limits, name=f"image {len(images) + 1}"))
+    name = f"image {len(images) + 1}"
+    images.append(read_image(part.image_url.url, limits, name=name, fetched=fetched))
     return {"type": "image"}
 
 

@@ -1,10 +1,11 @@
 """Where a request's images may come from.
 
-Data URLs, plain base64, and files under one allowed folder. Nothing is fetched: a server that
-opens addresses which strangers name reaches into its own network.
+Data URLs, plain base64, files under one allowed folder and, where that is switched on, http(s)
+addresses of the internet (`server/fetch.py`).
 """
 
 import urllib.parse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,32 +15,46 @@ from mmflash_jax.engine.images import ImageError
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """root: folder whose files may be named, None for no files. count: images of a request."""
+    """root: folder whose files may be named, None for no files. count: images of a request.
+    fetch_s: seconds that fetching an image may take, None for no fetching."""
 
     root: Path | None = None
     most_bytes: int = 20 * 2**20
     count: int = 8
+    fetch_s: float | None = None
 
 
-def read_image(url: str, limits: ImageLimits, *, name: str) -> bytes:
-    """The bytes of an image that a request names.
+def is_http(url: str) -> bool:
+    return _scheme(url) in ("http", "https")
+
+
+def read_image(
+    url: str, limits: ImageLimits, *, name: str, fetched: Mapping[str, bytes] | None = None
+) -> bytes:
+    """The bytes of an image that a request names; http(s) ones are among `fetched`.
 
     Raises:
         ImageError: it is too large, not readable, or from where nothing is taken.
     """
-    scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
+    scheme = _scheme(url)
     if scheme == "data":
         return _from_data_url(url, limits, name)
-    if scheme in ("http", "https"):
+    if is_http(url):
+        if fetched is not None and url in fetched:
+            return fetched[url]
         raise ImageError(
-            f"{name}: http(s) addresses are not fetched by this server; send the image as a data "
-            "URL (data:image/png;base64,...)"
+            f"{name}: http(s) addresses are not fetched by this server (--allow-http-images); send "
+            "the image as a data URL (data:image/png;base64,...)"
         )
     if scheme == "file":
         return _from_file(url, limits, name)
     if scheme:
         raise ImageError(f"{name}: {scheme!r} addresses are not supported; send a data URL")
     return _from_data_url(f"data:;base64,{url}", limits, name)
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].lower() if ":" in url[:16] else ""
 
 
 def _from_data_url(url: str, limits: ImageLimits, name: str) -> bytes:

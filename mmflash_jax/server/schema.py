@@ -129,6 +129,11 @@ class Message(BaseModel):
     name: str | None = None
     refusal: None = None
 
+    @property
+    def parts(self) -> list[TextPart | ImagePart]:
+        """Of a content that has parts."""
+        return self.content if isinstance(self.content, list) else []
+
 
 class ThinkingOption(BaseModel):
     """Arguments of the chat template."""

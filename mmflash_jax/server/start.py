@@ -5,6 +5,7 @@ import logging
 import uvicorn
 
 from mmflash_jax.config import ServeConfig
+from mmflash_jax.decode.records import PatchedImage
 from mmflash_jax.decode.slots import Shape
 from mmflash_jax.engine.planning import (
     check_memory,
@@ -23,24 +24,30 @@ from mmflash_jax.server.images import ImageLimits
 log = logging.getLogger(__name__)
 
 
-def make_site(config: ServeConfig, session: Session) -> Site:
-    """A warmed-up engine for a loaded pair, and what the routes need besides it.
-
-    Raises:
-        DoesNotFitError: the caches are larger than the device.
-    """
-    plan, params = session.plan, session.params
+def make_shape(config: ServeConfig, session: Session, largest: PatchedImage) -> Shape:
+    """Sizes for what `config` allows and the checkpoint's image processor makes."""
+    plan = session.plan
     capacity = min(config.max_length, plan.target.config.max_position_embeddings)
-    largest = large_image(session.encoder)
-    shape = Shape(
+    return Shape(
         slots=config.batch,
         capacity=capacity,
         widths=chunk_sizes(capacity),
         image_sizes=image_sizes(largest, capacity, plan.target.image_side),
         paces=paces(config.batch, plan.drafter.block) if config.adapt else (),
     )
+
+
+def make_site(config: ServeConfig, session: Session, shape: Shape | None = None) -> Site:
+    """A warmed-up engine for a loaded pair, and what the routes need besides it.
+
+    Raises:
+        DoesNotFitError: the caches are larger than the device.
+    """
+    plan, params = session.plan, session.params
+    largest = large_image(session.encoder)
+    shape = shape or make_shape(config, session, largest)
     check_memory(plan, shape, free_memory())
-    engine = Engine(plan, params, shape, queue=config.max_queue)
+    engine = Engine(plan, params, shape, queue=config.max_queue, prefill=config.prefill_tokens)
     engine.warm_up(largest)
     return Site(
         engine=engine,
@@ -51,6 +58,7 @@ def make_site(config: ServeConfig, session: Session) -> Site:
             root=config.image_root,
             most_bytes=int(config.max_image_mb * 2**20),
             count=config.max_images,
+            fetch_s=config.fetch_seconds if config.allow_http_images else None,
         ),
         api_key=config.api_key,
     )

@@ -9,7 +9,7 @@ ring by position, as keys are, so nothing of them needs undoing.
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule
 from pallas_kernels import Kernels
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Cache:

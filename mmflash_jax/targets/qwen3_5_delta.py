@@ -5,6 +5,7 @@ position, as keys are, so nothing of them needs undoing.
 """
 
 from dataclasses import dataclass
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ class Pass:
     kernels: Kernels
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DeltaCache:

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mmflash_jax.decode.prefill import extend
 from mmflash_jax.decode.sampling import (
     Sampling,
     SamplingSettings,
@@ -173,50 +174,43 @@ def test_filters_that_leave_one_token_are_greedy(bench, fields):
     assert answers(generate(plan, params, prompts)) == wanted
 
 
+# Settings of the rows of one batch, in turns.
+JOINT = [
+    {"temperature": 0.7, "top_k": 6, "min_p": 0.02},
+    {"temperature": 1.3, "top_p": 0.9},
+]
+
+
 @pytest.mark.parametrize("draft", ["none", "dflash", "adversarial"])
 def test_two_tokens_have_the_joint_distribution_of_the_target(bench, draft):
     """A05: DISTR through the loop, the tokens that a verify step decides, whatever was drafted."""
-    rows, keep = 768, 4
+    rows = 1024
     prompt = make_prompt(bench.target, 9, seed=5, max_tokens=3)
-    fields = {"temperature": 1.3, "top_k": keep}
     prompts = [
-        dataclasses.replace(prompt, sampling=SamplingSettings(seed=seed, **fields))
+        dataclasses.replace(prompt, sampling=SamplingSettings(seed=seed, **JOINT[seed % 2]))
         for seed in range(rows)
     ]
     if draft == "adversarial":
         plan, params = bench.scripted(drafters.adversarial([[]] * rows))
     else:
         plan, params = bench.dflash() if draft == "dflash" else bench.undrafted()
+    plan = dataclasses.replace(plan, vocabulary=VOCABULARY)
     ids = np.array(answers(generate(plan, params, prompts, capacity=16, chunk=16)))
 
-    def after(known):
-        """Distributions after the prompt and each of some continuations of equal length."""
-        longer = [
-            dataclasses.replace(
-                prompt,
-                ids=np.concatenate([prompt.ids, one]).astype(np.int32),
-                positions=np.broadcast_to(
-                    np.arange(9 + len(one), dtype=np.int32),
-                    (bench.target.position_axes, 9 + len(one)),
-                ),
-                media_idx=np.full(9 + len(one), -1, np.int32),
-            )
-            for one in known
-        ]
+    def logits_after(known):
+        """After the prompt and each of some continuations of equal length."""
+        longer = [extend(prompt, one) for one in known]
         passed = prefill(bench.target, bench.params, longer, [16], capacity=16, capture=())
-        return [expected(logits[-1], **fields) for logits in passed.logits]
+        return [logits[-1][:VOCABULARY] for logits in passed.logits]
 
-    (first,) = after([[]])
-    heads = np.flatnonzero(first)
-    second = dict(zip(heads, after([[one] for one in heads]), strict=True))
-    counts, p = [], []
-    for one in heads:
-        mine = ids[ids[:, 0] == one]
-        for two in np.flatnonzero(second[one]):
-            counts.append((mine[:, 1] == two).sum())
-            p.append(first[one] * second[one][two])
-    assert sum(counts) == rows
-    assert_drawn_from(np.array(counts), np.array(p))
+    (first,), second = logits_after([[]]), logits_after([[one] for one in range(VOCABULARY)])
+    for mine, fields in zip((ids[::2], ids[1::2]), JOINT, strict=True):
+        one = expected(first, **fields)
+        p = one[:, None] * np.stack([expected(logits, **fields) for logits in second])
+        assert 12 < (p > 0).sum() < VOCABULARY**2
+        counts = np.zeros((VOCABULARY, VOCABULARY))
+        np.add.at(counts, (mine[:, 0], mine[:, 1]), 1)
+        assert_drawn_from(counts.ravel(), p.ravel())
 
 
 def test_padding_rows_of_the_head_are_never_chosen(bench):

@@ -1,5 +1,6 @@
-"""Answering a list of prompts in batches."""
+"""Answering a list of prompts, in batches and with the engine that serves."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -7,11 +8,13 @@ import pytest
 
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.records import Plan, Prompt
+from mmflash_jax.engine.backlog import answer_backlog, shape_for
 from mmflash_jax.engine.offline import Completion, answer
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.load import load_target
 from tests import tiny
 from tests.drafts import draft_for, random_params, two_layer_target
+from tests.targets.prompts import make_prompt
 
 TEXTS = ("Hi", "What is on the left of this picture, please?", "Why?", "x", "Name a town.")
 
@@ -85,3 +88,53 @@ def test_no_prompts(setup):
     answers = answer(setup.plan, setup.params, [], batch=4)
     assert answers.completions == []
     assert answers.timing.tokens_per_s == 0.0
+
+
+def same(a, b):
+    assert [one.token_ids for one in a] == [one.token_ids for one in b]
+    assert [one.finish_reason for one in a] == [one.finish_reason for one in b]
+    assert [one.steps for one in a] == [one.steps for one in b]
+    for one, other in zip(a, b, strict=True):
+        np.testing.assert_array_equal(one.committed, other.committed)
+        np.testing.assert_array_equal(one.drafted, other.drafted)
+
+
+def test_the_engine_gives_the_answers_of_batches_in_the_order_of_the_prompts(setup, whole):
+    told: list[tuple[int, Completion]] = []
+
+    def backlog(**options):
+        told.clear()
+        return answer_backlog(
+            setup.plan, setup.params, setup.prompts, batch=2,
+            on_answer=lambda *one: told.append(one), **options,
+        )  # fmt: skip
+
+    answers = backlog()
+    same(answers.completions, whole)
+    assert sorted(number for number, _ in told) == list(range(5)), "each once"
+    assert all(answers.completions[number] is one for number, one in told)
+    assert answers.timing.tokens == sum(len(one.token_ids) - 1 for one in whole)
+    assert answers.timing.decode_s > 0
+
+    again = backlog(known={number: answers.completions[number] for number in (0, 3)})
+    same(again.completions, whole)
+    assert sorted(number for number, _ in told) == [1, 2, 4]
+    assert answer_backlog(setup.plan, setup.params, [], batch=2).completions == []
+
+
+def test_a_prompt_that_fails_ends_the_run_with_its_number(setup):
+    broken = dataclasses.replace(setup.prompts[1], positions=np.zeros((3, 0), np.int32))
+    prompts = [setup.prompts[0], broken]
+    with pytest.raises(RuntimeError, match="prompt 2: the prompt failed: ValueError"):
+        answer_backlog(setup.plan, setup.params, prompts, batch=2)
+
+
+def test_the_engine_is_sized_for_every_prompt_in_few_programs(setup):
+    lengths = (5, 20, 31, 33, 200, 900)
+    prompts = [make_prompt(setup.plan.target, n, seed=n, max_tokens=40) for n in lengths]
+    shape = shape_for(prompts, 4)
+    assert shape.slots == 4
+    assert shape.capacity >= 940
+    assert shape.widths == (48, 512)
+    assert shape_for(prompts[:2], 4).slots == 2
+    assert shape_for(prompts[:2], 4).widths == (32,)

@@ -1,10 +1,12 @@
 """Requests that join and leave a running batch get the answers they would get alone."""
 
+import collections
 import dataclasses
 import threading
 import time
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -99,7 +101,18 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 @pytest.fixture(scope="module")
 def engine(setup: Setup):
     engine = Engine(setup.plan, setup.params, SHAPE, queue=40)
+    names: collections.Counter[str] = collections.Counter()
+
+    def count(event: str, duration_secs: float, **details: Any) -> None:
+        names[details.get("fun_name", "")] += event.endswith("backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(count)
     engine.warm_up(setup.prompts[2].images[0])
+    jax.monitoring.unregister_event_duration_listener(count)
+    # What is compiled side by side is found by the calls that follow.
+    assert names["jit(run)"] == len(PACES)
+    assert names["jit(prefill_chunk)"] == len(SHAPE.widths)
+    assert names["jit(encode_image_batch)"] == len(SHAPE.image_sizes)
     engine.start()
     yield engine
     engine.stop(patience_s=60)
@@ -274,7 +287,7 @@ def test_a_loop_that_hangs_is_seen(setup):
 
 def test_a_short_prompt_overtakes_a_long_one(setup):
     """Prompts are prefilled in turns, a chunk at a time; what decodes goes on meanwhile."""
-    engine, told = Engine(setup.plan, setup.params, SHAPE), []
+    engine, told = Engine(setup.plan, setup.params, SHAPE, prefill=32), []
     inboxes = {name: Inbox() for name in ("first", "long", "short")}
 
     def receiver(name):

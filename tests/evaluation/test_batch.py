@@ -13,7 +13,7 @@ import pytest
 from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.engine.offline import Answers
-from mmflash_jax.evaluation import measure
+from mmflash_jax.evaluation import batch
 from mmflash_jax.evaluation.batch import run
 from mmflash_jax.registry import DEMO
 
@@ -173,7 +173,7 @@ def test_the_cache_limits_an_answer_but_not_silently_a_prompt(tool, prompts, cap
 @pytest.mark.parametrize("ends", [False, True], ids=["a wrong id", "an answer cut short"])
 def test_answers_of_a_wrong_verifier_fail_the_run(tool, prompts, monkeypatch, capsys, ends):
     """A16: such a run must not look like a fast one."""
-    honest = measure.answer
+    honest = batch.answer_backlog
 
     def wrong(plan: Plan, *arguments: Any, **options: Any) -> Answers:
         answers = honest(plan, *arguments, **options)
@@ -183,7 +183,7 @@ def test_answers_of_a_wrong_verifier_fail_the_run(tool, prompts, monkeypatch, ca
             answers.completions[0] = dataclasses.replace(answers.completions[0], token_ids=ids)
         return answers
 
-    monkeypatch.setattr(measure, "answer", wrong)
+    monkeypatch.setattr(batch, "answer_backlog", wrong)
     code, rows, report = tool(prompts=prompts('{"text": "Hi"}\n'), max_tokens=9)
     assert code == 1
     assert rows[0]["token_ids"], "answers are written all the same"
