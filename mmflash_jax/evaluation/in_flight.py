@@ -83,6 +83,7 @@ def answer_in_flight(
         jax.block_until_ready(state)
         began = time.perf_counter()
         state, emission = run(
+            plan, params, state,
             steps=shape.steps, rows=shape.slots, width=plan.drafter.block,
         )  # fmt: skip
         told = _to_host(emission)
