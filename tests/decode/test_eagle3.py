@@ -20,7 +20,7 @@ from tests.targets import reference
 from tests.tolerances import MODEL, assert_close
 
 LAYERS = (0, 1, 2)
-SHAPES = {
+SHAPES: dict[str, Any] = {
     "chain": {"draft_tokens": 4},
     "tree": {"draft_tokens": 9, "draft_top_k": 3, "draft_depth": 3},
 }

@@ -1,6 +1,7 @@
 """Operations on trees of drafts: each node against its branch run as a chain."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,11 +113,8 @@ def test_a_kernel_by_name_takes_no_tree():
     with pytest.raises(ValueError, match="a tree must be causal"):
         attend(causal=False, parents=parents)
     case = SMALL[0]
-    ring, *rest = case.arguments(jnp.float32, 0)
-    parents = jnp.zeros(rest[1].shape[:2], jnp.int32)
+    arguments = case.arguments(jnp.float32, 0)
+    ring, parents = arguments[0], jnp.zeros(arguments[2].shape[:2], jnp.int32)
+    tree: Any = functools.partial(gated_delta_tree, key_heads=case.key_heads, kernels="interpret")
     with pytest.raises(KernelError, match=r"gated_delta_step.*interpret.*tree.*reference"):
-        gated_delta_tree(
-            *(ring, ring[:, : case.T], *rest, parents),
-            key_heads=case.key_heads,
-            kernels="interpret",
-        )
+        tree(ring, ring[:, : case.T], *arguments[1:], parents)
