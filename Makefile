@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes that share the tests; each takes about 4 GB.
+WORKERS ?= 2
 RUN_STAMP := $(VENV)/.run
 DEV_STAMP := $(VENV)/.dev
 
@@ -12,7 +14,7 @@ demo: $(RUN_STAMP)
 	$(BIN)/python serve.py --target demo
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

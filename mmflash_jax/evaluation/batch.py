@@ -51,14 +51,20 @@ class Session:
     encoder: PromptEncoder
 
 
-def load(config: ServeConfig) -> Session:
-    """Load target, draft and front end as `config` names them."""
+def load(config: ServeConfig, beside: Session | None = None) -> Session:
+    """Load target, draft and front end as `config` names them.
+
+    `beside` has loaded the same target already: its parameters are taken, not read again.
+    """
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
     folder, draft_folder = pair(config.target, config.draft)
     mesh = make_mesh(config.model_parallel) if config.model_parallel > 1 else None
     # A kernel is one device's; XLA splits the reference over a mesh.
     kernels = "reference" if mesh is not None and config.kernels == "auto" else config.kernels
-    target, target_params = load_target(folder, dtype, mesh, kernels=kernels)
+    if beside is None:
+        target, target_params = load_target(folder, dtype, mesh, kernels=kernels)
+    else:
+        target, target_params = beside.plan.target, beside.params["target"]
     drafter, draft_params = NoDraft(), {}
     if draft_folder is not None:
         drafter, draft_params = load_drafter(

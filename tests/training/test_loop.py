@@ -202,7 +202,8 @@ def test_eight_devices_learn_as_one(runs, target_folder, tmp_path, processes, fe
     one, many = tmp_path / "one", tmp_path / "many"
     runs.fit(runs.config(one))
     devices = f"--xla_force_host_platform_device_count={8 // processes}"
-    environment = {**os.environ, "XLA_FLAGS": devices}
+    # Of a flag given twice the last counts.
+    environment = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
     if processes > 1:
         environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free_port()}"
         environment["JAX_NUM_PROCESSES"] = str(processes)
