@@ -26,6 +26,12 @@ class AttentionShape(Protocol):
     def head_dim(self) -> int: ...
     @property
     def rms_norm_eps(self) -> float: ...
+
+
+@runtime_checkable
+class BiasedShape(AttentionShape, Protocol):
+    """The same where the projections may have biases."""
+
     @property
     def attention_bias(self) -> bool: ...
 
@@ -38,7 +44,7 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
-        config: AttentionShape,
+        config: BiasedShape,
         width_in: int,
         *,
         normed: bool = True,

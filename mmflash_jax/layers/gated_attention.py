@@ -4,35 +4,18 @@ Follows transformers 5.24 `models/qwen3_5/modeling_qwen3_5.py`. The target's ful
 and its multi-token-prediction head are made of it.
 """
 
-from typing import Protocol, runtime_checkable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.layers.attention import AttentionShape
 from mmflash_jax.layers.cache import AttentionCache, write_cache
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.rotary import apply_rotary
 from mmflash_jax.layers.tree import BlockRows
 from pallas_kernels import Kernels, block_attention
-
-
-@runtime_checkable
-class AttentionShape(Protocol):
-    """The fields of a config that decide the layer's shape."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
 
 
 class GatedAttention(nnx.Module):
