@@ -80,11 +80,10 @@ def answer_in_flight(
                 state = insert(plan, state, _prefilled(pieces, prompt), np.int32(slot))
                 slots[slot] = _Row(number, len(prompt.ids))
         rows = [row for row in slots if row is not None]
-        since = np.array([len(row.ids) for row in rows], np.int32)
         jax.block_until_ready(state)
         began = time.perf_counter()
         state, emission = run(
-            plan, params, state, since,
+            plan, params, state,
             steps=shape.steps, rows=shape.slots, width=plan.drafter.block,
         )  # fmt: skip
         told = _to_host(emission)
