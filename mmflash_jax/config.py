@@ -220,6 +220,46 @@ class MTPShape:
 
 
 @dataclass(frozen=True)
+class Eagle3Shape:
+    """Geometry of a new EAGLE-3 draft: one Llama layer and a head of its own over the target's
+    vocabulary. Width, vocabulary and frozen token table are the target's."""
+
+    kind: Literal["eagle3"]
+    intermediate_size: int
+    """Width of the MLP."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key/value heads."""
+    head_dim: int
+    """Width of a head."""
+    draft_tokens: int = 3
+    """Steps of the training-time test, each on the draft's own hidden state of the one before, and
+    tokens of the chains that it is measured with."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """The three target layers to read, 0-based. Default: EAGLE's, 1, one before the middle, and
+    three before the last."""
+    rope_theta: float = 1e7
+    """Rotary base; positions are plain token indices."""
+
+    def __post_init__(self) -> None:
+        _positive(
+            self, "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "draft_tokens", "rope_theta",
+        )  # fmt: skip
+        ids = self.target_layer_ids
+        if ids is None:
+            return
+        if len(set(ids)) != 3 or len(ids) != 3 or min(ids) < 0:
+            raise ConfigError(f"target_layer_ids is {list(ids)}, it must be three different layers")
+        if ids[0] == 0:
+            raise ConfigError(
+                f"target_layer_ids is {list(ids)}, but EAGLE's layout cannot say that layer 0 is "
+                "the first; name it later"
+            )
+
+
+@dataclass(frozen=True)
 class ChartData:
     """Prompts over charts drawn from the bundled tables; whole table slices are held out."""
 
@@ -390,7 +430,7 @@ class TrainConfig:
     """Short name, local folder or hub id of the target."""
     output: Path
     """Folder for answers, metrics, checkpoints and the exported draft."""
-    draft: DraftShape | MTPShape
+    draft: DraftShape | MTPShape | Eagle3Shape
     data: ChartData | FileData
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)

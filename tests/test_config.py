@@ -102,14 +102,25 @@ def test_a_union_is_chosen_by_kind(tmp_path):
     assert data == FileData(path=Path("p.jsonl"), kind="parquet", held_out=3)
 
 
+EAGLE3 = (
+    "{kind: eagle3, intermediate_size: 8, num_attention_heads: 1, num_key_value_heads: 1, "
+    "head_dim: 8, %s}"
+)
+
+
 def test_a_draft_is_dflash_if_no_kind_is_named(tmp_path):
     text = "target: x\noutput: y\ndata: {kind: charts}\ndraft: "
     config = train_config(tmp_path, text + "{kind: mtp, draft_tokens: 7}\n")
     assert config.draft == MTPShape(draft_tokens=7)
     for draft, words in (
         ("{draft_tokens: 7}", r"unknown fields \['draft.draft_tokens'\]"),
-        ("{kind: eagle}", r"draft.kind is 'eagle', allowed: \['dflash', 'mtp'\]"),
+        ("{kind: eagle}", r"draft.kind is 'eagle', allowed: \['dflash', 'eagle3', 'mtp'\]"),
         ("{kind: mtp, draft_tokens: 0}", "draft.draft_tokens is 0, it must be positive"),
+        (EAGLE3 % "mask_token: x", r"unknown fields \['draft.mask_token'\]"),
+        (EAGLE3 % "draft_vocab_size: 9", r"unknown fields \['draft.draft_vocab_size'\]"),
+        (EAGLE3 % "target_layer_ids: [1, 2]", r"ids is \[1, 2\], it must be three different"),
+        (EAGLE3 % "target_layer_ids: [1, 2, 1]", r"\[1, 2, 1\], it must be three different"),
+        (EAGLE3 % "target_layer_ids: [0, 1, 2]", "layer 0 is the first; name it later"),
     ):
         with pytest.raises(ConfigError, match=words):
             train_config(tmp_path, f"{text}{draft}\n")

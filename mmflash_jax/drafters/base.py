@@ -134,6 +134,13 @@ class Drafter(Protocol):
         ...
 
 
+def chain_inputs(
+    anchor: Int[Array, "B A"], labels: Int[Array, "B A drafts"]
+) -> Int[Array, "B A drafts"]:
+    """What chains are trained from: the anchor of each and the right tokens, but the last."""
+    return jnp.concatenate([anchor[..., None], labels[..., :-1]], axis=-1)
+
+
 @runtime_checkable
 class Chain(Drafter, Protocol):
     """A drafter that drafts token after token, so that fewer cost less. A dataclass."""

@@ -20,14 +20,21 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
+from mmflash_jax.drafters.base import (
+    Anchor,
+    Context,
+    FitError,
+    Heads,
+    Proposal,
+    chain_inputs,
+)
 from mmflash_jax.drafters.eagle3_config import Config, default_layer_ids
-from mmflash_jax.drafters.eagle3_network import Model
+from mmflash_jax.drafters.eagle3_network import Model, weight_rules
 from mmflash_jax.drafters.growth import Level, grow, most_nodes
 from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
-from mmflash_jax.layers.schema import Params, abstract_module
+from mmflash_jax.layers.schema import Params, abstract_module, initialise
 from mmflash_jax.layers.tree import BlockRows, along
-from mmflash_jax.weights import TRANSPOSE, Rule, WeightsError
+from mmflash_jax.weights import Rule, WeightsError
 from mmflash_jax.weights.hf_config import ConfigError
 from pallas_kernels import Kernels
 
@@ -47,6 +54,16 @@ class Eagle3State:
         has none, so slot 0 is never read.
     hidden: `[B, D]`, what `fc` makes of the last absorbed token's features.
     """
+
+    cache: AttentionCache
+    hidden: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class WholeRows:
+    """Rows to train over: cache as in `Eagle3State`, and what `fc` makes of every token's features,
+    `[B, S, D]`."""
 
     cache: AttentionCache
     hidden: Array
@@ -197,6 +214,11 @@ class Eagle3:
     def abstract_params(self) -> Params:
         return _structure(self.config, self.dtype)[1]
 
+    def init_params(self, seed: int) -> Params:
+        """Fresh parameters for training."""
+        dtype = jnp.dtype(self.dtype)
+        return initialise(lambda rngs: Model(self.config, dtype=dtype, rngs=rngs), seed)
+
     def model(self, params: Params) -> Model:
         """The module over `params`; call inside `jax.jit`."""
         return nnx.merge(_structure(self.config, self.dtype)[0], params)
@@ -233,11 +255,9 @@ class Eagle3:
 
     def absorb(self, params: Params, state: Eagle3State, context: Context) -> Eagle3State:
         length, count = context.length, context.count
-        model = self.model(params)
-        fused = model.fuse(context.features)
-        before = jnp.concatenate([state.hidden[:, None], fused[:, :-1]], axis=1)
-        position = length[:, None] + jnp.arange(fused.shape[1])
-        k, v = model.layer.context(context.rows, before, position)
+        fused, k, v = _context(
+            self.model(params), state.hidden, context.features, context.rows, length
+        )
         last = jnp.maximum(count - 1, 0)[:, None, None]
         last = jnp.take_along_axis(fused, last, axis=1)[:, 0]
         return Eagle3State(
@@ -289,35 +309,92 @@ class Eagle3:
         after = Drafted(rows=rows, hidden=model.fed_back(out), parents=parents)
         return model.logits(out), after
 
+    def context_state(
+        self,
+        params: Params,
+        features: Float[Array, "B S features"],
+        rows: Float[Array, "B S D"] | None,
+        *_: object,
+    ) -> WholeRows:
+        """What chains of whole rows are trained over: keys and values made of the target's features
+        at every token.
+
+        Raises:
+            ValueError: rows are missing.
+        """
+        if rows is None:
+            raise ValueError("an EAGLE-3 draft is trained on table rows too")
+        batch = len(features)
+        nothing = self.init_state(batch, 0).hidden
+        start = jnp.zeros((batch,), jnp.int32)
+        fused, k, v = _context(self.model(params), nothing, features, rows, start)
+        return WholeRows(cache=AttentionCache(k=k.swapaxes(1, 2), v=v.swapaxes(1, 2)), hidden=fused)
+
+    def block_inputs(
+        self, anchor: Int[Array, "B A"], labels: Int[Array, "B A drafts"]
+    ) -> Int[Array, "B A drafts"]:
+        return chain_inputs(anchor, labels)
+
+    def block_logits(
+        self,
+        params: Params,
+        heads: Heads,
+        state: WholeRows,
+        ids: Int[Array, "B A drafts"],
+        anchors: Int[Array, "B A"],
+        first: Int[Array, "B A"] | None = None,
+    ) -> Float[Array, "B A drafts V"]:
+        """fp32 logits of chains after `anchors`: the training-time test of EAGLE-3.
+
+        They are proposed as served, but with the right tokens in place of those it would pick.
+
+        Raises:
+            ValueError: rows are packed.
+        """
+        if first is not None:
+            raise ValueError("packed rows are not supported for an EAGLE-3 draft")
+        before = jnp.maximum(anchors - 1, 0)
+        last = jnp.take_along_axis(state.hidden, before[..., None], axis=1)
+
+        def chain(ids: Array, hidden: Array, length: Array) -> Array:
+            made: list[Array] = []
+
+            def right(logits: Array, number: int) -> Array:
+                made.append(logits)
+                return ids[:, number + 1 : number + 2]
+
+            self.propose(
+                params,
+                Eagle3State(cache=state.cache, hidden=hidden),
+                Anchor(ids=ids[:, 0], length=length, positions=length[None]),
+                dataclasses.replace(heads, pick=right),
+            )
+            return jnp.concatenate(made, axis=1)
+
+        return jax.vmap(chain, in_axes=1, out_axes=1)(ids, last, anchors)
+
+    @property
+    def score_rows(self) -> int:
+        """Query rows of a chain whose scores exist at once, heads counted."""
+        return self.config.num_attention_heads * self.draft_tokens
+
     def weight_rules(self) -> list[Rule]:
-        c = self.config
-        rules = [
-            Rule("fc.weight", ("fc", "kernel"), TRANSPOSE),
-            Rule("norm.weight", ("norm", "weight")),
-            Rule("lm_head.weight", ("lm_head", "embedding")),
-        ]
-        if c.norm_before_fc:
-            rules.append(Rule("input_norm.weight", ("input_norm", "weight")))
-        if c.fc_norm:
-            rules += [
-                Rule(f"fc_norm.{i}.weight", ("fc_norm", i, "weight")) for i in range(c.captured)
-            ]
-        if c.draft_vocab_size < c.vocab_size:
-            rules += [Rule(name, (name,)) for name in ("d2t", "t2d")]
-        for name in "qkvo":
-            at = ("layer", "self_attn", f"{name}_proj")
-            hf = f"{c.prefix}self_attn.{name}_proj"
-            rules.append(Rule(f"{hf}.weight", (*at, "kernel"), TRANSPOSE))
-            if c.attention_bias:
-                rules.append(Rule(f"{hf}.bias", (*at, "bias")))
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            path = ("layer", "mlp", name, "kernel")
-            rules.append(Rule(f"{c.prefix}mlp.{name}.weight", path, TRANSPOSE))
-        norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
-        norms += ["self_attn.q_norm", "self_attn.k_norm"] if c.normed_heads else []
-        for name in norms:
-            rules.append(Rule(f"{c.prefix}{name}.weight", ("layer", *name.split("."), "weight")))
-        return rules
+        return weight_rules(self.config)
+
+
+def _context(
+    model: Model,
+    hidden: Float[Array, "B D"],
+    features: Float[Array, "B T features"],
+    rows: Float[Array, "B T D"],
+    start: Int[Array, " B"],
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Joined features of decided tokens at `start ..`, and keys and values of each one's row with
+    the hidden state before it; `hidden` is that of the first."""
+    fused = model.fuse(features)
+    before = jnp.concatenate([hidden[:, None], fused[:, :-1]], axis=1)
+    position = start[:, None] + jnp.arange(fused.shape[1])
+    return fused, *model.layer.context(rows, before, position)
 
 
 @functools.cache

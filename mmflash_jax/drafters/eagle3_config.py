@@ -9,6 +9,7 @@ k - 1. Layouts count boundaries, except that an EAGLE list which begins with 1 c
 (sglang#25454). Without a list it is boundaries 2, half of the layers, and 3 before the last.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,42 @@ class Config:
             )
         return made
 
+    def to_hf(self) -> dict[str, Any]:
+        """In EAGLE's layout, as SGLang, vLLM and `from_hf` read it.
+
+        Raises:
+            ConfigError: it cannot say this; the fields at fault are named.
+        """
+        ids = self.target_layer_ids
+        if self.normed_heads or self.draft_tokens is not None or not ids or ids[0] == 0:
+            raise ConfigError(
+                f"EAGLE's layout has no normed_heads ({self.normed_heads}) and no draft_tokens "
+                f"({self.draft_tokens}), and target_layer_ids ({ids}) must be there and not begin "
+                "with 0"
+            )
+        fields = {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if name not in ("normed_heads", "draft_tokens", "prefix", "target_layer_ids", "window")
+        }
+        if self.window is not None:
+            fields |= {"layer_types": ["sliding_attention"], "sliding_window": self.window}
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+            **fields,
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                # Boundaries: a list that begins with 1 would be read as outputs.
+                "eagle_aux_hidden_state_layer_ids": [i + 1 for i in ids],
+            },
+        }
+
 
 def default_layer_ids(target_layers: int) -> tuple[int, ...]:
     """Outputs of the target's layers that a draft reads when its config names none.
@@ -120,8 +157,9 @@ def default_layer_ids(target_layers: int) -> tuple[int, ...]:
     boundaries = (2, target_layers // 2, target_layers - 3)
     if len(set(boundaries)) < CAPTURED or min(boundaries) < 1:
         raise ConfigError(
-            f"the draft's config names no eagle_aux_hidden_state_layer_ids, and the default "
-            f"{boundaries} means nothing for a target of {target_layers} layers"
+            f"no layers of the target are named (eagle_aux_hidden_state_layer_ids in the draft's "
+            f"config, draft.target_layer_ids in training), and the default boundaries {boundaries} "
+            f"mean nothing for a target of {target_layers} layers"
         )
     return tuple(boundary - 1 for boundary in boundaries)
 

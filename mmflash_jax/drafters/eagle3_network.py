@@ -13,6 +13,7 @@ from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.tree import BlockRows
+from mmflash_jax.weights import TRANSPOSE, Rule
 from pallas_kernels import Kernels, block_attention
 
 
@@ -124,3 +125,32 @@ class Model(nnx.Module):
         ids = jnp.arange(self.config.draft_vocab_size) + self.d2t[...]
         nothing = jnp.full((*known.shape[:-1], self.config.vocab_size), -jnp.inf, known.dtype)
         return nothing.at[..., ids].set(known)
+
+
+def weight_rules(c: Config) -> list[Rule]:
+    """Names of the tensors in a checkpoint, and where in `Model` they go."""
+    rules = [
+        Rule("fc.weight", ("fc", "kernel"), TRANSPOSE),
+        Rule("norm.weight", ("norm", "weight")),
+        Rule("lm_head.weight", ("lm_head", "embedding")),
+    ]
+    if c.norm_before_fc:
+        rules.append(Rule("input_norm.weight", ("input_norm", "weight")))
+    if c.fc_norm:
+        rules += [Rule(f"fc_norm.{i}.weight", ("fc_norm", i, "weight")) for i in range(c.captured)]
+    if c.draft_vocab_size < c.vocab_size:
+        rules += [Rule(name, (name,)) for name in ("d2t", "t2d")]
+    for name in "qkvo":
+        at = ("layer", "self_attn", f"{name}_proj")
+        hf = f"{c.prefix}self_attn.{name}_proj"
+        rules.append(Rule(f"{hf}.weight", (*at, "kernel"), TRANSPOSE))
+        if c.attention_bias:
+            rules.append(Rule(f"{hf}.bias", (*at, "bias")))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        path = ("layer", "mlp", name, "kernel")
+        rules.append(Rule(f"{c.prefix}mlp.{name}.weight", path, TRANSPOSE))
+    norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
+    norms += ["self_attn.q_norm", "self_attn.k_norm"] if c.normed_heads else []
+    for name in norms:
+        rules.append(Rule(f"{c.prefix}{name}.weight", ("layer", *name.split("."), "weight")))
+    return rules

@@ -21,7 +21,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
+from mmflash_jax.drafters.base import (
+    Anchor,
+    Context,
+    FitError,
+    Heads,
+    Proposal,
+    chain_inputs,
+)
 from mmflash_jax.layers.cache import AttentionCache, empty_cache
 from mmflash_jax.layers.capture import AFTER_NORM
 from mmflash_jax.layers.gated_attention import GatedAttention
@@ -330,8 +337,7 @@ class Qwen35MTP:
     def block_inputs(
         self, anchor: Int[Array, "B A"], labels: Int[Array, "B A drafts"]
     ) -> Int[Array, "B A drafts"]:
-        """What a chain is trained from: its anchor and the right tokens."""
-        return jnp.concatenate([anchor[..., None], labels[..., :-1]], axis=-1)
+        return chain_inputs(anchor, labels)
 
     def block_logits(
         self,

@@ -4,7 +4,8 @@
     python -m mmflash_jax.training.export draft other --layout speculators --target qwen35-4b
 
 z-lab's layout is the one that SGLang and vLLM load; the layout of the speculators library is read
-by vLLM and by that library itself. What was written is read back and compared.
+by vLLM and by that library itself. An MTP head is written as its target's files hold it, an EAGLE-3
+draft in EAGLE's layout. What was written is read back and compared.
 """
 
 import logging
@@ -70,8 +71,8 @@ def write_draft(
         if layout == "speculators":
             if not isinstance(drafter, DFlash):
                 raise ConfigError(
-                    "the speculators layout holds DFlash drafts here; an MTP head goes beside its "
-                    "target's weights, as the zlab layout writes it"
+                    "the speculators layout holds DFlash drafts here; leave it out to write an MTP "
+                    "head as its target's files hold it, or an EAGLE-3 draft in EAGLE's layout"
                 )
             config = to_speculators(config, *_verifier(target))
         tensors = export_params(drafter.weight_rules(), params)

@@ -15,7 +15,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from mmflash_jax.config import ObjectiveConfig
-from mmflash_jax.drafters import DFlash, Heads, Qwen35MTP
+from mmflash_jax.drafters import DFlash, Eagle3, Heads, Qwen35MTP
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.training.blocks import (
     at_anchors,
@@ -27,7 +27,7 @@ from mmflash_jax.training.blocks import (
 from mmflash_jax.training.divergence import kl_divergence
 
 T = TypeVar("T")
-Trained = DFlash | Qwen35MTP
+Trained = DFlash | Eagle3 | Qwen35MTP
 """Draft methods that can be trained."""
 
 CHUNK_BYTES = 2**30

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.config import DraftShape, MTPShape, TrainConfig
+from mmflash_jax.config import DraftShape, Eagle3Shape, MTPShape, TrainConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
-from mmflash_jax.drafters import DFlash, NoDraft, Qwen35MTP
+from mmflash_jax.drafters import DFlash, Eagle3, NoDraft, Qwen35MTP
 from mmflash_jax.drafters.dflash_config import Config as DraftConfig
 from mmflash_jax.drafters.dflash_config import default_layer_ids
+from mmflash_jax.drafters.eagle3_config import Config as Eagle3Config
+from mmflash_jax.drafters.eagle3_config import default_layer_ids as default_eagle3_layer_ids
 from mmflash_jax.engine.prompts import PromptEncoder
 from mmflash_jax.evaluation.plots import plot_run
 from mmflash_jax.layers.schema import Params
@@ -84,10 +86,10 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if len(held_out) and jax.process_index() == 0:
         # What ships: the exported folder, read as a server reads it.
+        tokens = None if isinstance(config.draft, DraftShape) else config.draft.draft_tokens
         served, served_params = load_drafter(
-            config.output / "draft", target, dtype,
-            draft_tokens=config.draft.draft_tokens if isinstance(config.draft, MTPShape) else None,
-        )  # fmt: skip
+            config.output / "draft", target, dtype, draft_tokens=tokens
+        )
         figures = evaluation.run(served, served_params, config.output / "evaluation.json")
         plot_run(config.output, figures)
     wait_for_all()
@@ -137,15 +139,22 @@ def prepare(
 
 
 def new_drafter(
-    shape: DraftShape | MTPShape, folder: Path, target: Target, encoder: PromptEncoder
+    shape: DraftShape | MTPShape | Eagle3Shape,
+    folder: Path,
+    target: Target,
+    encoder: PromptEncoder,
 ) -> Trained:
     """The plan of a new draft for the target in `folder`.
 
     Raises:
-        ConfigError: an MTP head is asked for and the target is no Qwen3.5.
+        ConfigError: an MTP head is asked for and the target is no Qwen3.5, or the target is too
+            shallow for the layers that EAGLE-3 reads.
     """
     if isinstance(shape, DraftShape):
         return DFlash(draft_config(shape, target, encoder), target.dtype)
+    if isinstance(shape, Eagle3Shape):
+        made = Eagle3(eagle3_config(shape, target), target.dtype)
+        return dataclasses.replace(made, draft_tokens=shape.draft_tokens)
     config = read_json(folder / "config.json")
     if not isinstance(target, Qwen35):
         raise ConfigError(
@@ -189,6 +198,27 @@ def draft_config(shape: DraftShape, target: Target, encoder: PromptEncoder) -> D
             },
         }
     )
+
+
+def eagle3_config(shape: Eagle3Shape, target: Target) -> Eagle3Config:
+    """The configuration of a new EAGLE-3 draft for `target`."""
+    c = target.config
+    return Eagle3Config(
+        vocab_size=c.vocab_size,
+        draft_vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        target_hidden_size=c.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_theta=shape.rope_theta,
+        target_layer_ids=shape.target_layer_ids or default_eagle3_layer_ids(c.num_hidden_layers),
+        prefix="midlayer.",
+        attention_bias=False, normed_heads=False, window=None, norm_before_residual=False,
+        norm_before_fc=False, fc_norm=False, norm_output=False, draft_tokens=None,
+    )  # fmt: skip
 
 
 def media_features(
