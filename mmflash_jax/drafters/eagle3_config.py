@@ -38,6 +38,7 @@ class Config:
     norm_output: the draft is fed with its hidden state after the last norm.
     prefix: of the layer's tensors.
     draft_tokens: how many tokens the checkpoint asks to draft, if it does.
+    max_position_embeddings: longest row; not used here, but other servers read it.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class Config:
     norm_output: bool
     prefix: str
     draft_tokens: int | None
+    max_position_embeddings: int = 32768
 
     @property
     def captured(self) -> int:
@@ -99,6 +101,7 @@ class Config:
             **{name: bool(own.get(name, False)) for name in flags},
             prefix="layers.0." if speculators else "midlayer.",
             draft_tokens=_draft_tokens(config),
+            max_position_embeddings=layer.get("max_position_embeddings", 32768),
         )
         if made.norm_before_fc and made.fc_norm:
             raise ConfigError(

@@ -216,6 +216,7 @@ def eagle3_config(shape: Eagle3Shape, target: Target) -> Eagle3Config:
         rope_theta=shape.rope_theta,
         target_layer_ids=shape.target_layer_ids or default_eagle3_layer_ids(c.num_hidden_layers),
         prefix="midlayer.",
+        max_position_embeddings=c.max_position_embeddings,
         attention_bias=False, normed_heads=False, window=None, norm_before_residual=False,
         norm_before_fc=False, fc_norm=False, norm_output=False, draft_tokens=None,
     )  # fmt: skip

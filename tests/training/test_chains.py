@@ -21,8 +21,8 @@ from mmflash_jax.training.export import export_run
 from mmflash_jax.training.loop import Stopped
 from mmflash_jax.training.objective import block_loss
 from mmflash_jax.training.trainer import new_drafter, train
-from mmflash_jax.weights import TensorStore
-from mmflash_jax.weights.hf_config import ConfigError
+from mmflash_jax.weights import TensorStore, export_params
+from mmflash_jax.weights.hf_config import ConfigError, read_json
 from tests import tiny
 from tests.drafters.eagle3 import eagle_config, layer_config
 from tests.drafts import random_params, two_layer_target
@@ -103,20 +103,23 @@ def loss_of(made, features, rows, anchors, **settings):
 
 def training_logits(made):
     """`[B, A, drafts, V]` of chains after `ANCHORS`, as `block_loss` asks for them."""
-    plan, anchors = made.plan, jnp.asarray(ANCHORS)
-    state = plan.context_state(
-        made.params, jnp.asarray(made.features), jnp.asarray(made.rows), jnp.asarray(made.positions)
-    )
+    plan = made.plan
     place = np.minimum(ANCHORS[..., None] + np.arange(DRAFTS + 1), LENGTH - 1)
-    known = jnp.asarray(np.take_along_axis(made.ids[:, None], place, axis=-1))
-    ids = plan.block_inputs(known[..., 0], known[..., 1:])
-    return plan.block_logits(made.params, HEADS, state, ids, anchors)
+    known = np.take_along_axis(made.ids[:, None], place, axis=-1)
+
+    @jax.jit
+    def run(params, features, rows, positions, known):
+        state = plan.context_state(params, features, rows, positions)
+        ids = plan.block_inputs(known[..., 0], known[..., 1:])
+        return plan.block_logits(params, HEADS, state, ids, jnp.asarray(ANCHORS))
+
+    return run(made.params, made.features, made.rows, made.positions, known)
 
 
 def test_training_logits_are_those_of_serving(made):
     """A chain that drafts the right tokens after absorbing what stands before its anchor."""
     plan, params, features, _, ids, rows, positions = made
-    got = training_logits(made)
+    got, absorb = training_logits(made), jax.jit(plan.absorb)
     for column in range(ANCHORS.shape[1]):
         length = ANCHORS[:, column]
         context = Context(
@@ -124,7 +127,7 @@ def test_training_logits_are_those_of_serving(made):
             positions=jnp.asarray(positions), length=jnp.zeros(2, jnp.int32),
             count=jnp.asarray(length),
         )  # fmt: skip
-        state = plan.absorb(params, plan.init_state(2, LENGTH), context)
+        state = absorb(params, plan.init_state(2, LENGTH), context)
         seen: list[Any] = []
 
         def pick(logits, first=0, length=length, seen=seen):
@@ -253,14 +256,20 @@ def test_a_run_ends_with_a_draft_that_serves(run):
     assert "accuracy_3" not in names
     assert losses[-1] < 0.8 * losses[0]
     target, _ = load_target(run.target, "float32")
-    drafter, _ = load_drafter(run.output / "draft", target, "float32", draft_tokens=2)
+    drafter, params = load_drafter(run.output / "draft", target, "float32", draft_tokens=2)
     assert isinstance(drafter, run.expected)
+    store = TensorStore(run.output / "draft")
+    tensors = export_params(drafter.weight_rules(), params)
+    assert {name: x.tobytes() for name, x in tensors.items()} == {
+        name: store[name].tobytes() for name in store
+    }
+    assert read_json(run.output / "draft" / "config.json") == drafter.config.to_hf()
     if isinstance(drafter, Eagle3):
         assert drafter.capture == (1, 2, 0)
         # Nothing of the target's is shipped, and no maps of a whole vocabulary.
-        assert not {"embed_tokens.weight", "d2t", "t2d"} & set(TensorStore(run.output / "draft"))
+        assert not {"embed_tokens.weight", "d2t", "t2d"} & set(store)
     else:
-        assert {name[:4] for name in TensorStore(run.output / "draft")} == {"mtp."}
+        assert {name[:4] for name in store} == {"mtp."}
 
 
 def test_a_run_goes_on_and_exports_without_training(run, tmp_path):
