@@ -1,9 +1,9 @@
 """Synthetic acceptance: how much a step commits is drawn, whatever the draft said.
 
-Random weights never agree. To time a method at a mean of committed tokens, `SyntheticRule` runs the
-real acceptance with a comparison that always holds, and keeps as many tokens of it as are drawn:
-of a chain the first ones, of a tree its deepest branch from the anchor down. All that acceptance and
-commit do with a chain or a tree stays in the program.
+Random weights never agree. To time a method at a mean of committed tokens, `SyntheticRule` runs
+the real acceptance with a comparison that always holds, and keeps as many tokens of it as are
+drawn: of a chain the first ones, of a tree its deepest branch from the anchor down. All that
+acceptance and commit do with a chain or a tree stays in the program.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ GOLDEN = 0.6180339887
 
 
 def longest(drafter: Any) -> int:
-    """The most tokens that a step can commit: all of a chain's block, the depth of a tree and one."""
+    """The most tokens that a step can commit: a chain's whole block, a tree's depth and one."""
     if isinstance(drafter, Eagle3) and drafter.top_k > 1:
         return min(drafter.depth, drafter.draft_tokens) + 1
     return drafter.block

@@ -11,6 +11,7 @@ values and states.
 
 import dataclasses
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def measure(settings: Settings) -> list[Record]:
     records: list[Record] = []
     if settings.report and settings.report.exists():
         records = json.loads(settings.report.read_text())
-    groups = [(c, b, k) for c in settings.contexts for b in settings.batches for k in settings.kernels]  # fmt: skip
+    groups = itertools.product(settings.contexts, settings.batches, settings.kernels)
     for context, batch, kernels in groups:
         plain: Record = {}
         for method in methods:

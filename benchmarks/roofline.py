@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from benchmarks.compiled import Arguments, abstract_decode
-from benchmarks.traffic import BANDWIDTH, context_bytes, weight_bytes
 from benchmarks.full_size import Family
+from benchmarks.traffic import BANDWIDTH, context_bytes, weight_bytes
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.layers.schema import Params, leaves_with_path

@@ -5,8 +5,8 @@
 
 Everything between the socket and the device is what serves: HTTP, events, engine, image tower,
 chunked prefill, loop. Clients run in a process of their own. Not real, and labelled so: weights are
-random, **acceptance is synthetic** (`benchmarks.acceptance`), and prompts are random tokens around a
-picture of noise, since such checkpoints have no tokenizer; each token reads as one letter.
+random, **acceptance is synthetic** (`benchmarks.acceptance`), and prompts are random tokens around
+a picture of noise, since such checkpoints have no tokenizer; each token reads as one letter.
 
 A round is a number of requests at the same moment. `decode_tokens_per_s` is taken while all of them
 decode: from the first token of the last one to the end of the first one. It is compared with the
@@ -31,7 +31,6 @@ import jax
 import numpy as np
 import tyro
 import uvicorn
-
 
 from benchmarks.acceptance import SyntheticRule, longest, quantiles
 from benchmarks.decode import filled

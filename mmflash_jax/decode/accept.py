@@ -16,7 +16,6 @@ from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Proposal
 from pallas_kernels import ancestors_of, depths_of
 
-
 Agrees = Callable[[Array, Array], Array]
 
 
