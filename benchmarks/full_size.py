@@ -5,8 +5,9 @@
 
 `make` writes a random checkpoint of Qwen3.5-4B's or Gemma-4-E4B's shape and a random DFlash draft
 of the published size with `save_pretrained` (needs torch, transformers and z-lab's `dflash`), and
-beside them the family's other drafts (`benchmarks.random_drafts`). `compare` holds the target's logits against those of transformers in fp32. `benchmarks.decode` times decoding
-with them. Weights are random: acceptance and text mean nothing.
+beside them the family's other drafts (`benchmarks.random_drafts`). `compare` holds the target's
+logits against those of transformers in fp32. `benchmarks.decode` times decoding with them. Weights
+are random: acceptance and text mean nothing.
 """
 
 import json

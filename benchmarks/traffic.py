@@ -62,7 +62,7 @@ def context_bytes(plan: Plan, state: Any, context: float) -> int:
         return 2 * size_of(cache.k) * min(context, slots) / slots
 
     caches = list(state.cache.layers)
-    layers = getattr(plan.target.config, "layers", ())
+    layers: Any = getattr(plan.target.config, "layers", ())
     sources = [layer.source for layer in layers]
     if sources:
         # Layers that share keys read them again.

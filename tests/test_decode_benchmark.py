@@ -86,13 +86,14 @@ def test_every_method_is_timed_beside_plain_decoding(family, folders, tmp_path):
 def test_what_is_timed_is_written_at_once(folders, tmp_path, monkeypatch):
     cells = iter([{"step_ms": 2.0}])
     monkeypatch.setattr(timing, "time_cell", lambda *_: next(cells))
+    report = tmp_path / "decode.json"
     settings = timing.Settings(
-        folders["qwen35"], drafters=("mtp3", "none"), batches=(1,), report=tmp_path / "decode.json"
+        folders["qwen35"], drafters=("mtp3", "none"), batches=(1,), report=report
     )
-    settings.report.write_text('[{"of": "another run"}]')
+    report.write_text('[{"of": "another run"}]')
     with pytest.raises(StopIteration):
         timing.measure(settings)
-    kept, made = json.loads(settings.report.read_text())
+    kept, made = json.loads(report.read_text())
     assert kept == {"of": "another run"}
     assert (made["drafter"], made["step_ms"]) == ("none", 2.0)
 
@@ -151,11 +152,11 @@ def test_the_rule_keeps_what_is_drawn_of_the_deepest_branch(is_tree):
     branches = BRANCHES if is_tree else [list(range(8))] * 2
     choice = np.asarray(logits).argmax(-1)
     counts = SyntheticRule(quantiles(2.6, 5))
-    rule = jax.jit(lambda *drafted: counts(*drafted, ()))
+    rule = jax.jit(lambda now: counts(now, proposal, verification, ()))
     kept = []
     for step in range(200):
         now = dataclasses.replace(state, steps=state.steps + step)
-        acceptance = rule(now, proposal, verification)
+        acceptance = rule(now)
         kept.append(np.asarray(acceptance.count))
         for row, branch in enumerate(branches):
             count = kept[-1][row]
