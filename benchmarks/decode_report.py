@@ -26,7 +26,7 @@ REFERENCE = "dflash"
 class Arguments:
     """What to read."""
 
-    records: tuple[Path, ...]
+    records: tyro.conf.Positional[tuple[Path, ...]]
     """JSON files of `benchmarks.decode`. Of two records of one cell the later one counts."""
     tau: float | None = None
     """MMFlash's mean of committed tokens. Default: the one that its record was timed with."""
