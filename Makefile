@@ -14,7 +14,7 @@ demo: $(RUN_STAMP)
 	$(BIN)/python serve.py --target demo
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --durations 20
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -307,15 +307,25 @@ class Qwen35:
             rules.append(Rule("lm_head.weight", ("lm_head", "embedding")))
         for index, kind in enumerate(self.config.layer_types):
             rules += _layer_rules(f"{prefix}layers.{index}.", ("layers", index), kind)
+            if kind == "linear_attention":
+                rules += self._gate_rules(f"{prefix}layers.{index}.linear_attn.", index)
         return rules + tower_rules(self.config.vision)
+
+    def _gate_rules(self, prefix: str, layer: int) -> list[Rule]:
+        """Both gates of a delta layer lie in one parameter."""
+        heads = self.config.linear_num_value_heads
+        path = ("layers", layer, "linear_attn", "in_proj_ba", "kernel")
+        return [
+            Rule(f"{prefix}in_proj_b.weight", path, TRANSPOSE, (0, heads)),
+            Rule(f"{prefix}in_proj_a.weight", path, TRANSPOSE, (heads, 2 * heads)),
+        ]
 
 
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _LINEAR = {
     "full_attention": tuple(f"self_attn.{name}_proj" for name in "qkvo"),
     "linear_attention": tuple(
-        f"linear_attn.{name}"
-        for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+        f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")
     ),
 }
 _PLAIN = {

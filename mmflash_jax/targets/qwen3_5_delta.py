@@ -10,7 +10,6 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.cache import write_rows
@@ -84,8 +83,9 @@ class GatedDeltaNet(nnx.Module):
         width, values = config.hidden_size, self.value_heads * self.value_dim
         self.in_proj_qkv = linear(width, config.delta_channels, dtype=dtype, rngs=rngs)
         self.in_proj_z = linear(width, values, dtype=dtype, rngs=rngs)
-        self.in_proj_b = linear(width, self.value_heads, dtype=dtype, rngs=rngs)
-        self.in_proj_a = linear(width, self.value_heads, dtype=dtype, rngs=rngs)
+        # Write strengths and decays, side by side: apart they are two products of 32 columns, which
+        # take a launch each, and one more to add its splits.
+        self.in_proj_ba = linear(width, 2 * self.value_heads, dtype=dtype, rngs=rngs)
         self.conv1d = nnx.Param(jnp.zeros((self.taps, config.delta_channels), dtype))
         # Checkpoints keep the decay parameters wide; a rounded A_log shifts every step's decay.
         self.A_log = nnx.Param(jnp.zeros((self.value_heads,), jnp.float32))
@@ -100,10 +100,9 @@ class GatedDeltaNet(nnx.Module):
         B, T, _ = x.shape
         drafted = self._verify if now.parents is None else self._verify_tree
         run = self._absorb if decided else drafted
-        qkv, z, a = self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_a(x)
-        # XLA:GPU would join these two small products and copy their weights together each time.
-        x, a = lax.optimization_barrier((x, a))
-        out, after = run(qkv, a, self.in_proj_b(x), cache, now)
+        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
+        b, a = jnp.split(self.in_proj_ba(x), 2, axis=-1)
+        out, after = run(qkv, a, b, cache, now)
         z = z.reshape(B, T, self.value_heads, self.value_dim)
         return self.out_proj(self.norm(out, z).reshape(B, T, -1)), after
 

@@ -1,7 +1,8 @@
 """Two-way tables between checkpoint tensors and our parameter dicts.
 
-A model lists one `Rule` for each of its arrays. The same list imports (strictly: every tensor
-used once, every parameter filled once, every shape right) and exports.
+A model lists one `Rule` for each tensor. The same list imports (strictly: every tensor used once,
+every parameter filled once, every shape right) and exports. A tensor is a parameter of its own, or
+lies beside others in one, so that they are multiplied together.
 """
 
 import re
@@ -48,11 +49,23 @@ def flatten_patches(patch_shape: tuple[int, ...]) -> Transform:
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor: its checkpoint name, its path in our dict, and the change between them."""
+    """One tensor: its checkpoint name, its path in our dict, and the change between them.
+
+    columns: the first of the parameter's last axis that it fills and the one past the last, if it
+        does not fill all of them.
+    """
 
     hf: str
     path: Path
     via: Transform = IDENTITY
+    columns: tuple[int, int] | None = None
+
+    def needs(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        """The tensor's shape in our layout, from its parameter's."""
+        if self.columns is None:
+            return tuple(parameter)
+        start, stop = self.columns
+        return (*parameter[:-1], stop - start)
 
 
 def import_params(
@@ -77,11 +90,33 @@ def import_params(
         lines = "\n  ".join(problems)
         raise WeightsError(f"{len(problems)} tensors do not fit the model:\n  {lines}")
     params: Params = {}
-    for rule in rules:
-        like = wanted[rule.path]
-        placed = _place(store[rule.hf], rule.via, like.dtype, sharding(rule.path))
-        set_leaf(params, rule.path, placed)
+    for path, parts in _by_path(rules).items():
+        dtype, placing = wanted[path].dtype, sharding(path)
+        if len(parts) == 1:
+            leaf = _place(store[parts[0].hf], parts[0].via, dtype, placing)
+        else:
+            views = [part.via.to_ours(store[part.hf]) for part in parts]
+            leaf = _place(np.concatenate(views, axis=-1), IDENTITY, dtype, placing)
+        set_leaf(params, path, leaf)
     return params
+
+
+def _by_path(rules: Sequence[Rule]) -> dict[Path, list[Rule]]:
+    """The rules of each parameter, in the order of their columns."""
+    found: dict[Path, list[Rule]] = {}
+    for rule in sorted(rules, key=lambda rule: rule.columns or (0, 0)):
+        found.setdefault(rule.path, []).append(rule)
+    return found
+
+
+def _filled_once(parts: Sequence[Rule], shape: Sequence[int]) -> bool:
+    """Whether the rules of a parameter fill each of its columns once."""
+    if len(parts) == 1 and parts[0].columns is None:
+        return True
+    spans = [part.columns or (0, shape[-1]) for part in parts]
+    return all(
+        a[1] == b[0] for a, b in zip([(0, 0), *spans], [*spans, (shape[-1], 0)], strict=True)
+    )
 
 
 def _compare(
@@ -91,9 +126,13 @@ def _compare(
     ignore: tuple[re.Pattern[str], ...],
 ) -> list[str]:
     names = Counter(rule.hf for rule in rules)
-    paths = Counter(rule.path for rule in rules)
+    paths = _by_path(rules)
     problems = [f"matched twice: {name}" for name, count in names.items() if count > 1]
-    problems += [f"filled twice: {_dotted(p)}" for p, count in paths.items() if count > 1]
+    problems += [
+        f"filled twice, or not whole: {_dotted(path)}"
+        for path, parts in paths.items()
+        if path in wanted and not _filled_once(parts, wanted[path].shape)
+    ]
     problems += [f"stored twice: {name}" for name in getattr(store, "duplicates", ())]
     problems += [f"no rule for parameter: {_dotted(p)}" for p in wanted if p not in paths]
     problems += [f"rule for no parameter: {_dotted(p)}" for p in paths if p not in wanted]
@@ -101,7 +140,7 @@ def _compare(
         if rule.hf not in store:
             problems.append(f"missing: {rule.hf}")
         elif rule.path in wanted:
-            stored, needed = store[rule.hf], wanted[rule.path].shape
+            stored, needed = store[rule.hf], rule.needs(wanted[rule.path].shape)
             shape = tuple(rule.via.to_ours(np.broadcast_to(np.uint8(0), stored.shape)).shape)
             if shape != tuple(needed):
                 problems.append(
@@ -141,7 +180,8 @@ def export_params(
     arrays = dict(leaves_with_path(params))
     tensors = {}
     for rule in rules:
-        array = rule.via.to_hf(np.asarray(jax.device_get(arrays[rule.path])))
+        array = np.asarray(jax.device_get(arrays[rule.path]))
+        array = rule.via.to_hf(array if rule.columns is None else array[..., slice(*rule.columns)])
         tensors[rule.hf] = array.astype(_stored_dtype(rule.hf, array.dtype, wide))
     return tensors
 

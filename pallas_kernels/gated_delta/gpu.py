@@ -232,7 +232,10 @@ def gated_delta_step(
         T=T, P=1 if T == 1 else max(LEAST, 1 << (T - 1).bit_length()), taps=kernel.shape[0],
         slots=slots, key_heads=key_heads, value_heads=vh, kd=kd, vd=vd, interpret=interpret,
     )  # fmt: skip
-    tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, i % vh))
+    # In a layer both are halves of one projection; joined again, XLA passes on the whole of it.
+    gates = jnp.concatenate([b, a], axis=-1)
+    b_tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, i % vh))
+    a_tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, vh + i % vh))
     head = pl.BlockSpec((1,), lambda i: (i % vh,))
     batch_row = pl.BlockSpec((1,), lambda i: (i // vh,))
     states = pl.BlockSpec((None, None, kd, vd), lambda i: (i // vh, i % vh, 0, 0))
@@ -245,7 +248,7 @@ def gated_delta_step(
         in_specs=[
             pl.BlockSpec((None, slots, channels), lambda i: (i // vh, 0, 0)),
             pl.BlockSpec((kernel.shape[0], channels), lambda _: (0, 0)),
-            tokens, tokens, head, head, states, updates, decays, batch_row, batch_row,
+            a_tokens, b_tokens, head, head, states, updates, decays, batch_row, batch_row,
         ],
         out_specs=[outputs, states, updates, decays],
         out_shape=[
@@ -256,4 +259,4 @@ def gated_delta_step(
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name="gated_delta_step",
-    )(ring, kernel, a, b, A_log, dt_bias, state, update, G, length, pending)  # fmt: skip
+    )(ring, kernel, gates, gates, A_log, dt_bias, state, update, G, length, pending)  # fmt: skip

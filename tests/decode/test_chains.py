@@ -194,7 +194,6 @@ def test_a_row_keeps_its_chain_in_a_slot(bench, chain):
         np.testing.assert_array_equal(drafted, proposals(plan, params, alone))
 
     agree()
-    since = np.zeros(3, np.int32)
-    state, _ = run(plan, params, state, since, steps=2, rows=3, width=3)
+    state, _ = run(plan, params, state, steps=2, rows=3, width=3)
     alone = one_step(plan, params, one_step(plan, params, alone))
     agree()

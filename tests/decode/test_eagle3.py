@@ -166,8 +166,7 @@ def test_a_row_keeps_its_drafts_in_a_slot(bench, tree):
         np.testing.assert_array_equal(drafted, proposals(plan, params, alone))
 
     agree()
-    since = np.zeros(3, np.int32)
-    state, _ = run(plan, params, state, since, steps=2, rows=3, width=3)
+    state, _ = run(plan, params, state, steps=2, rows=3, width=3)
     alone = one_step(plan, params, one_step(plan, params, alone))
     agree()
 

@@ -250,7 +250,7 @@ def test_settings_of_a_draft(config, caplog):
     assert none.params["target"] is scaled.params["target"]
     assert isinstance(scaled.plan.drafter, DFlash)
     assert scaled.plan.drafter.config.input_embedding_scale == 2.0
-    assert "a draft has no setting 'draft_size'; known are draft_embedding_scale" in caplog.text
+    assert "a draft has no setting 'draft_size'; known are draft_depth, " in caplog.text
     assert "a draft has no setting 'batch'" in caplog.text
     bad = {"none": "none", "c": f"{draft},draft_embedding_scale=much", "d": "own"}
     loaded, failed = load_methods(config, bad)

@@ -101,11 +101,44 @@ def test_a_wrong_table_is_named():
         import_params(rules, tensors(), ABSTRACT)
     for line in (
         "matched twice: fc.weight",
-        "filled twice: fc.kernel",
+        "filled twice, or not whole: fc.kernel",
         "no rule for parameter: layers.0.scale",
         "rule for no parameter: elsewhere",
     ):
         assert line in str(error.value)
+
+
+SIDE_BY_SIDE = [
+    Rule("a.weight", ("both", "kernel"), TRANSPOSE, (0, 2)),
+    Rule("b.weight", ("both", "kernel"), TRANSPOSE, (2, 5)),
+]
+BOTH = {"both": {"kernel": jax.ShapeDtypeStruct((4, 5), jnp.float32)}}
+
+
+def test_tensors_may_lie_side_by_side_in_a_parameter():
+    rng = np.random.default_rng(0)
+    stored = {"a.weight": rng.normal(size=(2, 4)), "b.weight": rng.normal(size=(3, 4))}
+    # The order of the rules does not matter.
+    params = import_params(SIDE_BY_SIDE[::-1], stored, BOTH)
+    joined = np.concatenate([stored["a.weight"].T, stored["b.weight"].T], axis=1)
+    np.testing.assert_array_equal(params["both"]["kernel"], joined.astype(np.float32))
+    exported = export_params(SIDE_BY_SIDE, params, float32=["weight"])
+    for name, value in stored.items():
+        np.testing.assert_array_equal(exported[name], value.astype(np.float32), err_msg=name)
+
+
+@pytest.mark.parametrize("columns", [(1, 4), (2, 4), (3, 5), (2, 6), None])
+def test_columns_that_overlap_or_are_missing_are_named(columns):
+    rules = [SIDE_BY_SIDE[0], Rule("b.weight", ("both", "kernel"), TRANSPOSE, columns)]
+    stored = {"a.weight": np.zeros((2, 4)), "b.weight": np.zeros((3, 4))}
+    with pytest.raises(WeightsError, match=r"filled twice, or not whole: both\.kernel"):
+        import_params(rules, stored, BOTH)
+
+
+def test_a_part_of_the_wrong_shape_is_named():
+    stored = {"a.weight": np.zeros((2, 4)), "b.weight": np.zeros((2, 4))}
+    with pytest.raises(WeightsError, match=r"b\.weight is \[2, 4\].*needs \[4, 3\]"):
+        import_params(SIDE_BY_SIDE, stored, BOTH)
 
 
 @pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
