@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +30,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from benchmarks.decode import filled
 from benchmarks.full_size import ARCHITECTURES, Family, draft_config, target_config
+from benchmarks.methods import read_method
+from benchmarks.random_drafts import assistant_config, eagle3_config
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.drafters import DFlash, NoDraft
+from mmflash_jax.drafters import DFlash, Eagle3, Gemma4Assistant, NoDraft, Qwen35MTP
 from mmflash_jax.targets import TARGETS
 from pallas_kernels import Kernels
 
@@ -103,7 +105,8 @@ class Arguments:
     """What to compile."""
 
     family: Family = "qwen35"
-    drafter: Literal["dflash", "none"] = "dflash"
+    drafter: str = "dflash"
+    """A method of `benchmarks.methods`."""
     kernels: Kernels = "reference"
     batch: int = 1
     layers: int | None = None
@@ -124,18 +127,32 @@ def abstract_decode(arguments: Arguments) -> tuple[Plan, Any, Any]:
     config = target_config(arguments.family, arguments.layers).to_dict()
     family = TARGETS[ARCHITECTURES[arguments.family]]
     target = family.from_hf(config, "bfloat16", arguments.kernels)
+    method = read_method(arguments.drafter)
     drafter: Any = NoDraft()
     params = {"target": target.abstract_params(), "drafter": {}}
-    if arguments.drafter == "dflash":
-        own = draft_config(arguments.family, arguments.layers)
-        own |= {"architectures": ["DFlashDraftModel"]}
-        drafter = DFlash.from_hf(own, "bfloat16", arguments.kernels)
+    if method.kind != "none":
+        made, own = draft_of(method.kind, arguments, config)
+        drafter = method.shaped(made.from_hf(own, "bfloat16", arguments.kernels))
+        drafter.check_fit(target.config)
         params["drafter"] = drafter.abstract_params()
     plan = Plan(target, drafter, (1, 2))
     capacity = -(-(arguments.context + 528) // 64) * 64
     now = jax.ShapeDtypeStruct((), jnp.int32)
     make = functools.partial(filled, plan, arguments.batch, capacity, 512)
     return plan, params, jax.eval_shape(make, now)
+
+
+def draft_of(kind: str, arguments: Arguments, target: dict[str, Any]) -> tuple[Any, Any]:
+    """Class and config of a draft for a target with that config."""
+    text = target["text_config"]
+    if kind == "dflash":
+        own = draft_config(arguments.family, arguments.layers)
+        return DFlash, own | {"architectures": ["DFlashDraftModel"]}
+    if kind == "eagle3":
+        return Eagle3, eagle3_config(text)
+    if kind == "mtp":
+        return Qwen35MTP, target
+    return Gemma4Assistant, assistant_config(text)
 
 
 # What launches nothing.

@@ -1,22 +1,24 @@
-"""Time decoding of full-size random checkpoints, drafted and plain, in one run.
+"""Time decoding of full-size random checkpoints by any method, plain decoding in the same run.
 
     python -m benchmarks.full_size make --family qwen35 --folder /tmp/qwen35
-    python -m benchmarks.decode --folder /tmp/qwen35 --tau 5.70 --report decode.json
+    python -m benchmarks.decode --folder /tmp/qwen35 --tau 5.70 --drafters all --report decode.json
+    python -m benchmarks.decode_report decode.json
 
 Loader, step and loop are those that serve. Two things are not real and are labelled so: weights
-are random, and **acceptance is synthetic**: how many tokens a step commits is drawn so that the
-mean is `tau`, whatever the draft said. Contexts are random keys, values and states.
+are random, and **acceptance is synthetic** (`benchmarks.acceptance`). Contexts are random keys,
+values and states.
 """
 
 import dataclasses
 import functools
+import itertools
 import json
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +26,19 @@ import numpy as np
 import tyro
 from jaxtyping import Array
 
+from benchmarks.acceptance import BLOCK, SyntheticRule, agreement, longest, mean_of, quantiles
+from benchmarks.methods import FOLDERS, Method, read_methods
 from benchmarks.profile import write_profile
-from mmflash_jax.decode.accept import cut
+from benchmarks.traffic import BANDWIDTH, context_bytes, size_of, weight_bytes
 from mmflash_jax.decode.loop import decode
-from mmflash_jax.decode.records import RUNNING, Acceptance, DecodeState, Plan, Verification
-from mmflash_jax.decode.sampling import choose
-from mmflash_jax.drafters import NoDraft, Proposal
+from mmflash_jax.decode.records import RUNNING, DecodeState, Plan
+from mmflash_jax.drafters import NoDraft
 from mmflash_jax.evaluation.report import describe_device, versions
-from mmflash_jax.layers.cache import AttentionCache
-from mmflash_jax.layers.schema import Params, leaves_with_path
+from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import default_dtype, load_drafter, load_target
 from pallas_kernels import Kernels
 
-# Copying on an H200: bytes read and written a second, measured. Its data sheet says 4.8e12.
-BANDWIDTH = 4.3e12
-GOLDEN = 0.6180339887
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,17 @@ class Settings:
     """What to time."""
 
     folder: Path
-    """Where `benchmarks.full_size make` wrote target and draft."""
+    """Where `benchmarks.full_size make` wrote target and drafts."""
     tau: float = 5.70
-    """Mean of the tokens that a drafted step commits."""
+    """Mean of the tokens that a step of a block of 16 commits. Drafts of the other methods agree
+    with the same probability."""
     batches: tuple[int, ...] = (1, 8, 32)
     contexts: tuple[int, ...] = (1024,)
     """Tokens in the caches when timing starts."""
     kernels: tuple[Kernels, ...] = ("auto",)
-    drafters: tuple[Literal["dflash", "none"], ...] = ("dflash", "none")
+    drafters: tuple[str, ...] = ("none", "dflash")
+    """Methods (`benchmarks.methods`), such as none, dflash, mtp7, assistant5, eagle3,
+    eagle3-tree16; all: those of the model cards."""
     steps: int = 40
     """Steps of a timed run."""
     runs: int = 3
@@ -62,43 +65,6 @@ class Settings:
     profile: Path | None = None
     """Folder for tables of kernels by time, a text file for each cell. Times under the profiler are
     longer and are not reported."""
-
-
-def quantiles(tau: float, block: int, steps: int = 512) -> np.ndarray:
-    """Committed counts `1 .. block` in ascending order, their mean within 1 / steps of `tau`.
-
-    As if every draft agreed with the same probability, independently (Leviathan et al., 2023).
-    """
-    place = np.arange(block)
-
-    def mean(agree: float) -> float:
-        return float(np.sum(agree**place))
-
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mean(middle) < tau else (low, middle)
-    # The probability of committing more than k tokens is agree^k.
-    above = low**place
-    counts = (above[None, :] > (np.arange(steps)[:, None] + 0.5) / steps).sum(axis=1)
-    return np.sort(counts).astype(np.int32)
-
-
-def synthetic(
-    counts: tuple[int, ...], state: DecodeState, proposal: Proposal, verification: Verification,
-    stop_ids: tuple[int, ...],
-) -> Acceptance:  # fmt: skip
-    """Commit a drawn number of the target's choices; the draft's ids are compared, and ignored."""
-    place = state.num_tokens[:, None] + jnp.arange(verification.logits.shape[1])
-    choice = choose(verification.logits, state.sampling, place)
-    agreed = jnp.sum(proposal.ids == choice[:, :-1], axis=-1)
-    row = jnp.arange(state.steps.shape[0])
-    drawn = (state.steps * GOLDEN + row * GOLDEN**2) % 1.0
-    table = jnp.asarray(counts, jnp.int32)
-    count = table[(drawn * len(counts)).astype(jnp.int32)]
-    # Keeps the comparison in the program.
-    count = jnp.where(agreed < 0, 0, count)
-    return cut(state, choice, count, stop_ids)
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "batch", "capacity", "room"))
@@ -129,62 +95,7 @@ def filled(plan: Plan, batch: int, capacity: int, room: int, context: Array) -> 
     )  # fmt: skip
 
 
-def _bytes(leaf: Any) -> int:
-    """Of an array or of its shape."""
-    return leaf.size * leaf.dtype.itemsize
-
-
-def weight_bytes(plan: Plan, params: Params) -> int:
-    """Bytes of weights that a step streams: every matrix once, the output head also for drafts.
-
-    Tables that a step only looks rows up in, and the image tower, do not count.
-    """
-    total = 0
-    for path, leaf in leaves_with_path(params["target"]):
-        names = [str(part) for part in path]
-        if names[0] == "visual" or names[0] == "embed_tokens_per_layer":
-            continue
-        if names[0] == "embed_tokens":
-            if "lm_head" in params["target"]:
-                continue
-            total += _bytes(leaf) * (1 if isinstance(plan.drafter, NoDraft) else 2)
-        elif names[0] == "lm_head":
-            total += _bytes(leaf) * (1 if isinstance(plan.drafter, NoDraft) else 2)
-        else:
-            total += _bytes(leaf)
-    if not isinstance(plan.drafter, NoDraft):
-        total += sum(_bytes(leaf) for _, leaf in leaves_with_path(params["drafter"]))
-    return total
-
-
-def context_bytes(plan: Plan, state: DecodeState, context: float) -> int:
-    """Bytes of caches that a step must read, and of recurrent states read and written."""
-
-    def of(cache: AttentionCache) -> float:
-        slots = cache.k.shape[2]
-        return 2 * _bytes(cache.k) * min(context, slots) / slots
-
-    caches = list(state.cache.layers)
-    sources = [layer.source for layer in getattr(plan.target.config, "layers", ())]
-    if sources:
-        # Layers that share keys read them again.
-        makers = [index for index, source in enumerate(sources) if source == index]
-        caches = [caches[makers.index(source)] for source in sources]
-    total = 0.0
-    for cache in caches:
-        if isinstance(cache, AttentionCache):
-            total += of(cache)
-        else:
-            total += 2 * sum(_bytes(leaf) for leaf in jax.tree.leaves(cache))
-    if not isinstance(plan.drafter, NoDraft):
-        drafts = zip(state.draft.k, state.draft.v, strict=True)
-        total += sum(of(AttentionCache(k=k, v=v)) for k, v in drafts)
-    return int(total)
-
-
-def time_cell(
-    settings: Settings, plan: Plan, params: Params, batch: int, context: int
-) -> dict[str, Any]:
+def time_cell(settings: Settings, plan: Plan, params: Params, batch: int, context: int) -> Record:
     """Median step time and tokens a second of one plan, batch and context."""
     most = plan.drafter.block * settings.steps * (settings.runs + 1) + 1
     capacity = -(-(context + most + plan.drafter.block) // 64) * 64
@@ -214,80 +125,105 @@ def time_cell(
         "step_ms_runs": [round(1e3 * s / settings.steps, 3) for s in seconds],
     }
     if settings.profile is not None:
-        name = f"{type(plan.drafter).__name__}_{plan.target.kernels}_b{batch}_c{context}.txt"  # type: ignore[attr-defined]
+        name = f"{type(plan.drafter).__name__}{plan.drafter.block}_{plan.target.kernels}"  # type: ignore[attr-defined]
         run = functools.partial(decode, plan, params, state, np.int32(4))
-        write_profile(run, settings.profile / name, steps=4)
+        write_profile(run, settings.profile / f"{name}_b{batch}_c{context}.txt", steps=4)
     return cell
 
 
-def measure(settings: Settings) -> list[dict[str, Any]]:
-    """A record for every cell; each is written as soon as it is known."""
+@dataclass(frozen=True)
+class Loaded:
+    """A target and the drafts of its methods, with parameters.
+
+    drafts: by kind of method, drafter and parameters; plain decoding has neither.
+    facts: what loading took, for the records; the draft's by kind.
+    """
+
+    target: Any
+    params: Params
+    drafts: dict[str, tuple[Any, Params]]
+    facts: Record
+    draft_facts: dict[str, Record]
+
+
+def load(settings: Settings) -> tuple[Loaded, list[Method]]:
+    """Everything in the folder that the methods need; a draft once for all methods of its kind."""
+    folder, dtype = settings.folder, default_dtype()
+    began = time.perf_counter()
+    target, params = load_target(folder / "target", dtype)
+    jax.block_until_ready(params)
+    facts = {
+        "target_load_s": round(time.perf_counter() - began, 2),
+        "target_bytes": sum(size_of(leaf) for leaf in jax.tree.leaves(params)),
+    }
+    methods = read_methods(settings.drafters, type(target).__name__)
+    drafts: dict[str, tuple[Any, Params]] = {"none": (NoDraft(), {})}
+    draft_facts: dict[str, Record] = {"none": {}}
+    for kind in dict.fromkeys(method.kind for method in methods if method.kind != "none"):
+        began = time.perf_counter()
+        drafts[kind] = load_drafter(folder / FOLDERS[kind], target, dtype)
+        leaves = jax.block_until_ready(jax.tree.leaves(drafts[kind][1]))
+        draft_facts[kind] = {
+            "draft_load_s": round(time.perf_counter() - began, 2),
+            "draft_bytes": sum(size_of(leaf) for leaf in leaves),
+        }
+    stats = jax.devices()[0].memory_stats() or {}
+    facts["loaded_memory_bytes"] = stats.get("bytes_in_use")
+    return Loaded(target, params, drafts, facts, draft_facts), methods
+
+
+def plan_of(
+    loaded: Loaded, method: Method, kernels: Kernels, tau: float
+) -> tuple[Plan, Params, Record]:
+    """What decodes by a method, and what a record says of it."""
+    drafter, draft_params = loaded.drafts[method.kind]
+    target = dataclasses.replace(loaded.target, kernels=kernels)
+    params = {"target": loaded.params, "drafter": draft_params}
+    if method.kind == "none":
+        return Plan(target, drafter, ()), params, {"block": 1, "most_tau": 1}
+    drafter = dataclasses.replace(method.shaped(drafter), kernels=kernels)
+    most = longest(drafter)
+    asked = mean_of(agreement(tau, BLOCK), most)
+    plan = Plan(target, drafter, (), rule=SyntheticRule(quantiles(asked, most)))
+    said = {"acceptance": "synthetic", "asked_tau": round(asked, 3)}
+    return plan, params, {**said, "block": drafter.block, "most_tau": most}
+
+
+def measure(settings: Settings) -> list[Record]:
+    """A record for every cell; each is written as soon as it is known.
+
+    Those of drafted decoding hold what plain decoding took in the same run, under `plain_`.
+    """
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    target, drafter, params, loaded = _load(settings.folder)
-    print(json.dumps(loaded), flush=True)
-    records = []
+    loaded, methods = load(settings)
+    print(json.dumps(loaded.facts), flush=True)
+    records: list[Record] = []
     if settings.report and settings.report.exists():
         records = json.loads(settings.report.read_text())
-    for context in settings.contexts:
-        for batch in settings.batches:
-            for kernels in settings.kernels:
-                record: dict[str, Any] = {
-                    "device": describe_device(), "target": type(target).__name__,
-                    "drafter": "dflash", "batch": batch, "context": context, "kernels": kernels,
-                    "weights": "random", "acceptance": "synthetic", "asked_tau": settings.tau,
-                    "versions": versions(), "commit": commit.stdout.strip(), **loaded,
-                }  # fmt: skip
-                for name in settings.drafters:
-                    plan = _plan(target, drafter if name == "dflash" else None, kernels, settings)
-                    cell = time_cell(settings, plan, params, batch, context)
-                    prefix = "" if name == "dflash" else "plain_"
-                    record |= {prefix + key: value for key, value in cell.items()}
-                    shown = {"drafter": name, "batch": batch, "context": context, **cell}
-                    print(json.dumps({"kernels": kernels, **shown}), flush=True)
-                records.append(record)
-                if settings.report:
-                    settings.report.write_text(json.dumps(records, indent=1) + "\n")
+    groups = itertools.product(settings.contexts, settings.batches, settings.kernels)
+    for context, batch, kernels in groups:
+        plain: Record = {}
+        for method in methods:
+            plan, params, said = plan_of(loaded, method, kernels, settings.tau)
+            cell = time_cell(settings, plan, params, batch, context)
+            if method.kind == "none":
+                plain = {f"plain_{name}": value for name, value in cell.items()}
+            shown = {"drafter": method.name, "batch": batch, "context": context, **cell}
+            print(json.dumps({"kernels": kernels, **shown}), flush=True)
+            records.append({
+                "device": describe_device(), "target": type(loaded.target).__name__,
+                "drafter": method.name, "batch": batch, "context": context, "kernels": kernels,
+                "weights": "random", **said, "versions": versions(),
+                "commit": commit.stdout.strip(), **loaded.facts,
+                **loaded.draft_facts[method.kind], **cell,
+                **({} if method.kind == "none" else plain),
+            })  # fmt: skip
+            if settings.report:
+                settings.report.parent.mkdir(parents=True, exist_ok=True)
+                settings.report.write_text(json.dumps(records, indent=1) + "\n")
     return records
-
-
-def _load(folder: Path) -> tuple[Any, Any, Params, dict[str, Any]]:
-    """Target, draft, their parameters, and what loading them took."""
-    began = time.perf_counter()
-    target, target_params = load_target(folder / "target", default_dtype())
-    jax.block_until_ready(target_params)
-    between = time.perf_counter()
-    drafter, draft_params = load_drafter(folder / "draft", target, default_dtype())
-    jax.block_until_ready(draft_params)
-    stats = jax.devices()[0].memory_stats() or {}
-    loaded = {
-        "target_load_s": round(between - began, 2),
-        "draft_load_s": round(time.perf_counter() - between, 2),
-        "target_bytes": sum(_bytes(leaf) for leaf in jax.tree.leaves(target_params)),
-        "draft_bytes": sum(_bytes(leaf) for leaf in jax.tree.leaves(draft_params)),
-        "loaded_memory_bytes": stats.get("bytes_in_use"),
-    }
-    return target, drafter, {"target": target_params, "drafter": draft_params}, loaded
-
-
-def _plan(target: Any, drafter: Any, kernels: Kernels, settings: Settings) -> Plan:
-    target = dataclasses.replace(target, kernels=kernels)
-    if drafter is None:
-        return Plan(target, NoDraft(), ())
-    counts = tuple(int(count) for count in quantiles(settings.tau, drafter.block))
-    rule = _Rule(counts)
-    return Plan(target, dataclasses.replace(drafter, kernels=kernels), (), rule=rule)
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """`synthetic` with its counts: hashable, as a plan must be."""
-
-    counts: tuple[int, ...]
-
-    def __call__(self, *arguments: Any) -> Acceptance:
-        return synthetic(self.counts, *arguments)
 
 
 def main() -> int:

@@ -3,10 +3,11 @@
     python -m benchmarks.full_size make --family gemma4 --folder /tmp/full
     python -m benchmarks.full_size compare --folder /tmp/full --dtype bfloat16
 
-`make` writes a random checkpoint of Qwen3.5-4B's or Gemma-4-E4B's shape and a random draft of the
-published size with `save_pretrained` (needs torch, transformers and z-lab's `dflash`). `compare`
-holds the target's logits against those of transformers in fp32. `benchmarks.decode` times decoding
-with them. Weights are random: acceptance and text mean nothing.
+`make` writes a random checkpoint of Qwen3.5-4B's or Gemma-4-E4B's shape and a random DFlash draft
+of the published size with `save_pretrained` (needs torch, transformers and z-lab's `dflash`), and
+beside them the family's other drafts (`benchmarks.random_drafts`). `compare` holds the target's
+logits against those of transformers in fp32. `benchmarks.decode` times decoding with them. Weights
+are random: acceptance and text mean nothing.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import tyro
 
 from benchmarks import shapes
+from benchmarks.random_drafts import write_drafts
 
 DRAFT_PARAMETERS = 537_427_200
 Family = Literal["qwen35", "gemma4"]
@@ -30,7 +32,7 @@ ARCHITECTURES: dict[Family, str] = {
 
 @dataclass(frozen=True)
 class Make:
-    """Write the two random checkpoints."""
+    """Write random checkpoints of a target and its drafts."""
 
     folder: Path
     family: Family = "qwen35"
@@ -75,6 +77,10 @@ def make(arguments: Make) -> None:
     count = sum(parameter.numel() for parameter in draft.parameters())
     assert count == DRAFT_PARAMETERS, f"the draft has {count:,} parameters"
     draft.save_pretrained(arguments.folder / "draft")
+    del draft
+    began = time.perf_counter()
+    write_drafts(arguments.folder)
+    print(f"other drafts written in {time.perf_counter() - began:.1f} s")
 
 
 def target_config(family: Family, layers: int | None = None) -> Any:

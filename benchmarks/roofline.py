@@ -2,7 +2,7 @@
 
     python -m benchmarks.roofline
 
-Prints a Markdown table. Bytes are those of `benchmarks.decode`: every matrix once, the output head
+Prints a Markdown table. Bytes are those of `benchmarks.traffic`: every matrix once, the output head
 again for drafts, caches up to the context, recurrent states read and written. Operations are two
 for every weight of a product and row, and four for every query, head dimension and key.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from benchmarks.compiled import Arguments, abstract_decode
-from benchmarks.decode import BANDWIDTH, context_bytes, weight_bytes
 from benchmarks.full_size import Family
+from benchmarks.traffic import BANDWIDTH, context_bytes, weight_bytes
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.layers.schema import Params, leaves_with_path

@@ -5,8 +5,8 @@
 
 Everything between the socket and the device is what serves: HTTP, events, engine, image tower,
 chunked prefill, loop. Clients run in a process of their own. Not real, and labelled so: weights are
-random, **acceptance is synthetic** (`benchmarks.decode`), and prompts are random tokens around a
-picture of noise, since such checkpoints have no tokenizer; each token reads as one letter.
+random, **acceptance is synthetic** (`benchmarks.acceptance`), and prompts are random tokens around
+a picture of noise, since such checkpoints have no tokenizer; each token reads as one letter.
 
 A round is a number of requests at the same moment. `decode_tokens_per_s` is taken while all of them
 decode: from the first token of the last one to the end of the first one. It is compared with the
@@ -32,20 +32,21 @@ import numpy as np
 import tyro
 import uvicorn
 
-from benchmarks import decode as bare
+from benchmarks.acceptance import SyntheticRule, longest, quantiles
+from benchmarks.decode import filled
 from benchmarks.full_size import random_prompt
 from mmflash_jax.compilation import Lowering, compile_at_once, keep_compiled_programs
 from mmflash_jax.config import ServeConfig
 from mmflash_jax.decode.loop import decode
-from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Prompt, Verification
+from mmflash_jax.decode.records import DecodeState, Plan, Prompt
 from mmflash_jax.decode.slots import Shape
-from mmflash_jax.drafters import Proposal
 from mmflash_jax.evaluation.batch import Session
 from mmflash_jax.evaluation.report import describe_device, versions
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import default_dtype, load_drafter, load_target
 from mmflash_jax.server.app import Site, make_app
 from mmflash_jax.server.start import make_site
+from pallas_kernels import Kernels
 
 CHUNK = 512
 
@@ -68,25 +69,9 @@ class Settings:
     """Prompt tokens that the server prefills between two runs of the loop."""
     rounds: int = 3
     """Times that each number of requests is sent, after one round that does not count."""
-    kernels: bare.Kernels = "auto"
+    kernels: Kernels = "auto"
     report: Path | None = None
     """JSON file; other records in it stay."""
-
-
-@dataclass(frozen=True)
-class SyntheticRule:
-    """`benchmarks.decode.synthetic` with its counts; hashable, as a plan must be."""
-
-    counts: tuple[int, ...]
-
-    def __call__(
-        self,
-        state: DecodeState,
-        proposal: Proposal,
-        verification: Verification,
-        stop_ids: tuple[int, ...],
-    ) -> Acceptance:
-        return bare.synthetic(self.counts, state, proposal, verification, stop_ids)
 
 
 class RandomPrompts:
@@ -120,7 +105,7 @@ class Bare:
     def state(self, batch: int) -> DecodeState:
         """After prompts of the server's length."""
         context = np.int32(self.settings.prompt)
-        return bare.filled(self.plan, batch, self.capacity, self.settings.output, context)
+        return filled(self.plan, batch, self.capacity, self.settings.output, context)
 
     def compile(self) -> None:
         """The loop for every number of rows."""
@@ -231,7 +216,7 @@ def load(settings: Settings) -> tuple[Plan, Params]:
     drafter, draft_params = load_drafter(
         settings.folder / "draft", target, default_dtype(), kernels=settings.kernels
     )
-    rule = SyntheticRule(tuple(int(n) for n in bare.quantiles(settings.tau, drafter.block)))
+    rule = SyntheticRule(quantiles(settings.tau, longest(drafter)))
     params = {"target": target_params, "drafter": draft_params}
     return Plan(target, drafter, (), rule=rule), jax.block_until_ready(params)
 

@@ -106,3 +106,49 @@ GEMMA4_DRAFT: dict[str, Any] = {
         "final_logit_softcapping": 30.0,
     },
 }
+# Of the public heads for Qwen3-4B, whose width both targets have.
+EAGLE3_DRAFT: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "draft_vocab_size": 32000,
+    "torch_dtype": "bfloat16",
+}
+GEMMA4_ASSISTANT: dict[str, Any] = {
+    "architectures": ["Gemma4AssistantForCausalLM"],
+    "model_type": "gemma4_assistant",
+    "use_ordered_embeddings": True,
+    "num_centroids": 2048,
+    "centroid_intermediate_top_k": 32,
+    "tie_word_embeddings": True,
+    "backbone_hidden_size": 2560,
+}
+# What it shares with its target (heads of keys, widths, window, rotary) is the target's.
+GEMMA4_ASSISTANT_TEXT: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_size": 256,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "num_attention_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "enable_moe_block": False,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": None,
+    "tie_word_embeddings": True,
+}

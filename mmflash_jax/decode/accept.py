@@ -6,6 +6,7 @@ In a tree "before" means above: a sample is a function of its place, which sibli
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -15,21 +16,28 @@ from mmflash_jax.decode.sampling import choose
 from mmflash_jax.drafters import Proposal
 from pallas_kernels import ancestors_of, depths_of
 
+Agrees = Callable[[Array, Array], Array]
+
 
 def accept(
-    state: DecodeState, proposal: Proposal, verification: Verification, stop_ids: tuple[int, ...]
+    state: DecodeState,
+    proposal: Proposal,
+    verification: Verification,
+    stop_ids: tuple[int, ...],
+    agrees: Agrees = jnp.equal,
 ) -> Acceptance:
     """Keep the longest prefix of drafts that the target agrees with, and its next token.
 
-    Of a tree it keeps the longest branch.
+    Of a tree it keeps the longest branch. `agrees` says of drafts and the target's choices which
+    are the same; only measurements pass another one.
     """
     if proposal.parents is not None:
-        return _accept_branch(state, proposal.ids, proposal.parents, verification, stop_ids)
+        return _accept_branch(state, proposal.ids, proposal.parents, verification, stop_ids, agrees)
     place = state.num_tokens[:, None] + jnp.arange(verification.logits.shape[1])
     choice = choose(
         verification.logits, state.sampling, place, state.adjustments, drafted=proposal.ids
     )
-    agree = proposal.ids == choice[:, :-1]
+    agree = agrees(proposal.ids, choice[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=-1), axis=-1)
     # Row `accepted` of `choice` is the bonus token, earlier rows equal the accepted drafts.
     return cut(state, choice, accepted + 1, stop_ids)
@@ -41,6 +49,7 @@ def _accept_branch(
     parents: Int[Array, "B block"],
     verification: Verification,
     stop_ids: tuple[int, ...],
+    agrees: Agrees,
 ) -> Acceptance:
     """The longest branch of a tree on which every node is the target's choice after its parent.
 
@@ -53,7 +62,7 @@ def _accept_branch(
         verification.logits, state.sampling, state.num_tokens[:, None] + depth, state.adjustments,
         drafted=drafted, before=ancestors[:, :, 1:],
     )  # fmt: skip
-    agree = drafted == jnp.take_along_axis(choice, parents[:, 1:], axis=1)
+    agree = agrees(drafted, jnp.take_along_axis(choice, parents[:, 1:], axis=1))
     agree = jnp.pad(agree, ((0, 0), (1, 0)), constant_values=True)
     agreed = ~jnp.any(ancestors & ~agree[:, None], axis=-1)
     tip = jnp.argmax(jnp.where(agreed, depth, -1), axis=-1)[:, None]

@@ -58,8 +58,6 @@ def step(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
         verification = verify(plan, params, state, proposal)
     with jax.named_scope("accept"):
         rule = plan.rule or accept
-        if plan.rule is not None and proposal.parents is not None:
-            raise ValueError("the plan's rule replaces acceptance of a chain, the draft is a tree")
         acceptance = rule(state, proposal, verification, plan.stop_ids)
     with jax.named_scope("commit"):
         return commit(plan, params, state, verification, acceptance)

@@ -163,11 +163,3 @@ def test_the_first_nodes_of_a_tree_may_be_verified_alone(bench):
         check(plan, prompts, state)
         assert (np.asarray(state.num_tokens) - before <= width).all()
     assert answers(state) == [bench.plain[row] for row in rows]
-
-
-def test_a_rule_of_chains_refuses_a_tree(bench):
-    plan, params = bench.branching(drafters.branching(bench.sequences(0)))
-    plan = dataclasses.replace(plan, rule=lambda *_: None)
-    state = prefill(plan, params, bench.some(0), capacity=CAPACITY, chunk=CHUNK)
-    with pytest.raises(ValueError, match="rule replaces acceptance of a chain"):
-        one_step(plan, params, state)
