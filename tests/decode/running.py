@@ -10,6 +10,7 @@ import numpy as np
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import ABSENT, LENGTH, RUNNING, STOP, DecodeState, Plan, Prompt
+from mmflash_jax.decode.slots import Pieces, Shape, empty_slots, insert, run
 from mmflash_jax.decode.step import propose, step
 from tests.decode.drafters import Seen
 from tests.targets.meaning import assert_same_meaning, logical
@@ -111,3 +112,27 @@ _SMALL = (
     "tokens", "num_tokens", "limit", "anchor", "length", "rope_shift", "reason", "steps",
     "committed", "drafted",
 )  # fmt: skip
+
+
+def assert_state_moves_into_a_slot(plan: Plan, params: Any, prompts: Sequence[Prompt]) -> None:
+    """After `insert` and narrow runs rows stand and draft as rows that were prefilled together."""
+    shape = Shape(slots=3, capacity=CAPACITY, widths=(CHUNK,), image_sizes=(64,))
+    pieces, state = Pieces.of(plan, params, shape), empty_slots(plan, shape)
+    placed = {2: 3, 0: 1}
+    for slot, number in placed.items():
+        *_, (_, row) = pieces.prefill(prompts[number])
+        state = insert(plan, state, row, np.int32(slot))
+    together = [prompts[number] for number in placed.values()]
+    alone = prefill(plan, params, together, capacity=CAPACITY, chunk=CHUNK)
+
+    def agree() -> None:
+        for name in ("anchor", "num_tokens"):
+            got, wanted = (np.asarray(getattr(one, name)) for one in (state, alone))
+            np.testing.assert_array_equal(got[list(placed)], wanted, err_msg=name)
+        drafted = np.asarray(proposals(plan, params, state))[list(placed)]
+        np.testing.assert_array_equal(drafted, proposals(plan, params, alone))
+
+    agree()
+    state, _ = run(plan, params, state, steps=2, rows=3, width=3)
+    alone = one_step(plan, params, one_step(plan, params, alone))
+    agree()

@@ -11,12 +11,19 @@ import torch
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import extend, prefill
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.decode.slots import Pieces, Shape, empty_slots, insert, run
 from mmflash_jax.decode.step import _pick
 from mmflash_jax.drafters.narrowed import Narrowed
 from tests.chains import chain_for
 from tests.decode import drafters
-from tests.decode.running import CAPACITY, CHUNK, answers, generate, one_step, proposals, walk
+from tests.decode.running import (
+    CAPACITY,
+    CHUNK,
+    answers,
+    assert_state_moves_into_a_slot,
+    generate,
+    proposals,
+    walk,
+)
 from tests.decode.test_sampling import plain_answers, with_sampling
 from tests.drafters import assistant, mtp
 from tests.targets import reference
@@ -177,23 +184,4 @@ def test_narrowed_chains_draft_less(bench, chain):
 
 def test_a_row_keeps_its_chain_in_a_slot(bench, chain):
     """State that `insert` and narrow runs of a few rows carry along is the row's own."""
-    plan, params = chain.plan, chain.params
-    shape = Shape(slots=3, capacity=CAPACITY, widths=(CHUNK,), image_sizes=(64,))
-    pieces, state = Pieces.of(plan, params, shape), empty_slots(plan, shape)
-    placed = {2: 3, 0: 1}
-    for slot, number in placed.items():
-        *_, (_, row) = pieces.prefill(bench.prompts[number])
-        state = insert(plan, state, row, np.int32(slot))
-    alone = prefill(plan, params, bench.some(*placed.values()), capacity=CAPACITY, chunk=CHUNK)
-
-    def agree():
-        for name in ("anchor", "num_tokens"):
-            got, wanted = (np.asarray(getattr(one, name)) for one in (state, alone))
-            np.testing.assert_array_equal(got[list(placed)], wanted, err_msg=name)
-        drafted = np.asarray(proposals(plan, params, state))[list(placed)]
-        np.testing.assert_array_equal(drafted, proposals(plan, params, alone))
-
-    agree()
-    state, _ = run(plan, params, state, steps=2, rows=3, width=3)
-    alone = one_step(plan, params, one_step(plan, params, alone))
-    agree()
+    assert_state_moves_into_a_slot(chain.plan, chain.params, bench.prompts)

@@ -9,11 +9,19 @@ import pytest
 
 from mmflash_jax.decode.prefill import extend, prefill
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.decode.slots import Pieces, Shape, empty_slots, insert, run
 from mmflash_jax.drafters.narrowed import Narrowed
 from mmflash_jax.load import load_drafter
 from tests.decode import drafters
-from tests.decode.running import CAPACITY, CHUNK, answers, generate, one_step, proposals, walk
+from tests.decode.running import (
+    CAPACITY,
+    CHUNK,
+    answers,
+    assert_state_moves_into_a_slot,
+    generate,
+    one_step,
+    proposals,
+    walk,
+)
 from tests.decode.test_sampling import plain_answers, with_sampling
 from tests.drafters.eagle3 import Head, layer_config, speculators_config
 from tests.targets import reference
@@ -149,26 +157,7 @@ def test_widths_may_change_at_every_step(bench, tree):
 
 def test_a_row_keeps_its_drafts_in_a_slot(bench, tree):
     """State that `insert` and narrow runs of a few rows carry along is the row's own."""
-    plan, params = tree.plan, tree.params
-    shape = Shape(slots=3, capacity=CAPACITY, widths=(CHUNK,), image_sizes=(64,))
-    pieces, state = Pieces.of(plan, params, shape), empty_slots(plan, shape)
-    placed = {2: 3, 0: 1}
-    for slot, number in placed.items():
-        *_, (_, row) = pieces.prefill(bench.prompts[number])
-        state = insert(plan, state, row, np.int32(slot))
-    alone = prefill(plan, params, bench.some(*placed.values()), capacity=CAPACITY, chunk=CHUNK)
-
-    def agree():
-        for name in ("anchor", "num_tokens"):
-            got, wanted = (np.asarray(getattr(one, name)) for one in (state, alone))
-            np.testing.assert_array_equal(got[list(placed)], wanted, err_msg=name)
-        drafted = np.asarray(proposals(plan, params, state))[list(placed)]
-        np.testing.assert_array_equal(drafted, proposals(plan, params, alone))
-
-    agree()
-    state, _ = run(plan, params, state, steps=2, rows=3, width=3)
-    alone = one_step(plan, params, one_step(plan, params, alone))
-    agree()
+    assert_state_moves_into_a_slot(tree.plan, tree.params, bench.prompts)
 
 
 def test_a_kernel_by_name_refuses_drafts_of_a_tree(bench, tree):
