@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import mmflash_report
-from benchmarks.mmflash_vs_dflash import Lockstep, collate_apart
+from benchmarks.lockstep import Lockstep, collate_apart
 from mmflash_jax.training.step import Recipe, make_optimiser
 from tests.drafts import two_layer_target
 from tests.training.runs import WIDTH, Runs

@@ -7,7 +7,8 @@ two best is then no wider.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -61,6 +62,7 @@ def compare(
     plain: Sequence[Completion],
 ) -> Parity:
     """Compare ids row by row; differences are examined in fp32."""
+    wide = _in_fp32(plan, params)
     equal = tuple(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True))
     divergences = []
     for row, same in enumerate(equal):
@@ -70,7 +72,7 @@ def compare(
         here = [*drafted[row].token_ids[place:][:1], *plain[row].token_ids[place:][:1]]
         known = plain[row].token_ids[:place]
         # Answers that differ in length alone have one id here, which is no tie.
-        gap = _gap(plan, params, prompts[row], known, here) if len(here) == 2 else None
+        gap = _gap(*wide(), prompts[row], known, here) if len(here) == 2 else None
         explained = gap is not None and gap <= TIE[plan.target.dtype]
         divergences.append(Divergence(row, place, gap, explained))
     return Parity(equal, tuple(divergences))
@@ -81,17 +83,26 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next(different, min(len(a), len(b)))
 
 
+def _in_fp32(plan: Plan, params: Params) -> Callable[[], tuple[Plan, dict[str, Params]]]:
+    """Plain decoding in fp32, made when it is first asked for: most comparisons find no gap."""
+
+    @functools.cache
+    def make() -> tuple[Plan, dict[str, Params]]:
+        target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
+        cast = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
+        plain = dataclasses.replace(plan, target=target, drafter=NoDraft())
+        return plain, {"target": cast, "drafter": {}}
+
+    return make
+
+
 def _gap(
-    plan: Plan, params: Params, prompt: Prompt, known: Sequence[int], ids: Sequence[int]
+    plain: Plan, params: dict[str, Params], prompt: Prompt, known: Sequence[int], ids: Sequence[int]
 ) -> float:
     """Distance of the lowest of `ids` to the best id after the prompt and `known` tokens."""
-    target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
-    plain = dataclasses.replace(plan, target=target, drafter=NoDraft())
     longer = extend(prompt, known)
-    everything = {"target": wide, "drafter": {}}
-    state = run_prompts(plain, everything, [longer], capacity=bucket(len(longer.ids), 64))
-    logits = plan.tokens_only(target.logits(wide, state.last))[:, None]
+    state = run_prompts(plain, params, [longer], capacity=bucket(len(longer.ids), 64))
+    logits = plain.tokens_only(plain.target.logits(params["target"], state.last))[:, None]
     place = jnp.full((1, 1), len(known), jnp.int32)
     # A sampled token is the largest of logits and noise; ids that a filter left out are -inf.
     compared = np.asarray(scores(logits, gather([prompt.sampling]), place))[0, 0]
