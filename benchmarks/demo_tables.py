@@ -76,7 +76,8 @@ class Make:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    # Imports have set up logging of their own by now.
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", force=True)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         code = tyro.extras.subcommand_cli_from_dict(
