@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import demo_settings, demo_tables, demo_tables_report
+from benchmarks import demo_settings, demo_stages, demo_tables, demo_tables_report
 from benchmarks.demo_settings import Settings, draft_path, keep_settings, prepared_path
 from benchmarks.jobs import Job, run_jobs
 from mmflash_jax.evaluation import harness
@@ -112,8 +112,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     target = two_layer_target(tmp_path / "target")
     draft = random_draft(tmp_path / "draft", target)
     monkeypatch.setitem(PAIRS, "demo", Pair(str(target), str(draft)))
-    monkeypatch.setattr(demo_tables, "keep_compiled_programs", lambda: None)
-    monkeypatch.setattr(demo_tables, "_keep_all_programs", lambda: None)
+    monkeypatch.setattr(demo_stages, "keep_compiled_programs", lambda: None)
+    monkeypatch.setattr(demo_stages, "_keep_all_programs", lambda: None)
     made = tmp_path / "made"
     keep_settings(
         made, Settings(questions=2, max_tokens=6, concurrency=(2,), steps=7, batch=4, count=24)
@@ -142,7 +142,7 @@ def test_measured_cells_are_kept_and_told_at_once(folder, tmp_path, monkeypatch)
 
     monkeypatch.setattr(harness, "take_turns", counted)
     with pytest.raises(KeyboardInterrupt):
-        demo_tables.measure(folder, tmp_path, ("demo",), (0, 1))
+        demo_stages.measure(folder, tmp_path, ("demo",), (0, 1))
     kept = json.loads((tmp_path / "tables.json").read_text())
     assert [(r["seed"], r["method"]) for r in kept] == [(0, "none"), (0, "dflash")]
     plain, drafted = kept
@@ -152,7 +152,7 @@ def test_measured_cells_are_kept_and_told_at_once(folder, tmp_path, monkeypatch)
     assert drafted["parity"] is True
     assert drafted["draft_parameters"] > 1000 > plain["draft_parameters"] == 0
     assert str(tmp_path) not in json.dumps(kept)
-    demo_tables.measure(folder, tmp_path, ("demo",), (0, 1), commit="abc")
+    demo_stages.measure(folder, tmp_path, ("demo",), (0, 1), commit="abc")
     assert len(asked) == 3, "the first seed is not measured again"
     records = json.loads((tmp_path / "tables.json").read_text())
     assert [(r["seed"], r["method"]) for r in records] == [
@@ -163,7 +163,7 @@ def test_measured_cells_are_kept_and_told_at_once(folder, tmp_path, monkeypatch)
     with (folder / "demo" / "evaluation" / "1" / "records.jsonl").open("a") as stream:
         stream.write('{"target": ')
     assert demo_tables_report.collect(folder, "abc") == records
-    demo_tables.report(folder, tmp_path, "abc")
+    demo_stages.report(folder, tmp_path, "abc")
     assert "| dflash | 2 |" in (tmp_path / "tables.md").read_text()
     for name in ("tables_demo_tau.png", "tables_demo_speedup.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
