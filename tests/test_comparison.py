@@ -9,14 +9,22 @@ import pytest
 
 from benchmarks import mmflash_report
 from benchmarks.lockstep import Lockstep, collate_apart
+from mmflash_jax.config import MTPShape
+from mmflash_jax.drafters import DFlash
 from mmflash_jax.training.step import Recipe, make_optimiser
+from mmflash_jax.training.trainer import new_drafter
 from tests.drafts import two_layer_target
 from tests.training.runs import WIDTH, Runs
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return Runs(two_layer_target(tmp_path_factory.mktemp("target")))
+@pytest.fixture(params=["dflash", pytest.param("mtp", marks=pytest.mark.slow)])
+def runs(request, tmp_path):
+    made = Runs(two_layer_target(tmp_path / "target"))
+    if request.param == "mtp":
+        shape = MTPShape(draft_tokens=2)
+        drafter = new_drafter(shape, made.folder, made.target, encoder=None)  # pyright: ignore[reportArgumentType]
+        made.plan = dataclasses.replace(made.plan, drafter=drafter)
+    return made
 
 
 def test_runs_in_lockstep_are_those_of_the_trainer(runs, tmp_path):
@@ -26,7 +34,9 @@ def test_runs_in_lockstep_are_those_of_the_trainer(runs, tmp_path):
         dataclasses.replace(row, weight=random.uniform(0.5, 2, len(row.ids)).astype(np.float32))
         for row in plain
     ]
-    config = runs.config(tmp_path / "run", optimiser={"seed": 3})
+    # The kl loss needs the target's own distribution too.
+    loss = "ce" if isinstance(runs.plan.drafter, DFlash) else "kl"
+    config = runs.config(tmp_path / "run", optimiser={"seed": 3}, objective={"loss": loss})
     recipe = Recipe(runs.plan, make_optimiser(config.optimiser), config.objective)
     weight = np.zeros((2, len(plain), WIDTH), np.float32)
     for variant, rows in enumerate((plain, weighted)):
