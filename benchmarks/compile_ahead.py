@@ -1,10 +1,11 @@
 """Compile what an evaluation of one method runs, before its draft is trained.
 
-Compiled programs are kept (`mmflash_jax.compilation`), and they do not depend on a draft's numbers.
+Compiled programs do not depend on a draft's numbers. They are kept on disk
+(`mmflash_jax.compilation`), and traced ones in the process.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,30 +26,27 @@ from mmflash_jax.training.export import write_draft
 from mmflash_jax.training.objective import Trained
 
 
-def compile_ahead(
-    config: EvaluateConfig, drafts: Mapping[str, Path], train: TrainConfig | None
-) -> None:
-    """Run every program of the methods `drafts` once, or those of plain decoding if there is none.
+def write_untrained(config: TrainConfig, folder: Path) -> None:
+    """A draft of the config's kind as it is before its first step."""
+    plan = Loaded.of(config.target, default_dtype()).drafted(config)
+    assert isinstance(plan.drafter, Trained)
+    wide = dataclasses.replace(plan.drafter, dtype="float32")
+    write_draft(folder, plan.drafter, wide.init_params(0))
 
-    train: says what the drafts are; they are made here, untrained, in the folders given.
-    """
-    if train is not None:
-        plan = Loaded.of(config.target, default_dtype()).drafted(train)
-        assert isinstance(plan.drafter, Trained)
-        wide = dataclasses.replace(plan.drafter, dtype="float32")
-        for folder in drafts.values():
-            write_draft(folder, plan.drafter, wide.init_params(0))
+
+def compile_ahead(config: EvaluateConfig, methods: Sequence[str]) -> None:
+    """Run every program of some of the config's methods once."""
     sessions, _ = load_methods(config, name_methods(config))
     for name in config.benchmarks:
         work = make_workload(config, sessions[PLAIN], name, None)
         # A step or two of each: every size of prompt is met, and the time is compilation's.
         short = [dataclasses.replace(prompt, max_tokens=2) for prompt in work.prompts]
-        for method in drafts or (PLAIN,):
+        for method in methods:
             session = sessions[method]
             for slots in config.concurrency:
                 shape = shape_for(work.prompts, slots)
                 answer_in_flight(session.plan, session.params, short, shape)
-        if not drafts:
+        if PLAIN in methods:
             _compare_at_all_lengths(sessions[PLAIN], work.prompts, config.max_tokens)
 
 

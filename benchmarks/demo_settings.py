@@ -95,7 +95,13 @@ def prepared_path(folder: Path, target: str) -> Path:
 
 
 def compiled_path(folder: Path, target: str, method: str) -> Path:
-    return folder / target / "compiled" / method
+    """Is there once the programs of a method are compiled."""
+    return untrained_path(folder, target, method).with_suffix(".compiled")
+
+
+def untrained_path(folder: Path, target: str, method: str) -> Path:
+    """Draft with which a method's programs are compiled."""
+    return folder / target / "untrained" / method
 
 
 def draft_path(folder: Path, target: str, draft: str, seed: int) -> Path:
@@ -105,6 +111,11 @@ def draft_path(folder: Path, target: str, draft: str, seed: int) -> Path:
 def methods_of(target: str) -> list[str]:
     """Methods with a draft that can be trained for the target."""
     return [method for method, (kind, *_) in METHODS.items() if kind in CONFIGS[target]]
+
+
+def compiled_methods(target: str) -> list[str]:
+    """Those whose programs differ: another token weight is no other program."""
+    return ["none", *(method for method in methods_of(target) if method != "mmflash")]
 
 
 def train_config(folder: Path, target: str, kind: str) -> TrainConfig:

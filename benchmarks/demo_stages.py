@@ -1,25 +1,29 @@
 """The stages of the demo's tables; each is a command of `benchmarks.demo_tables`."""
 
 import json
+import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.compile_ahead import compile_ahead
+from benchmarks.compile_ahead import compile_ahead, write_untrained
 from benchmarks.demo_settings import (
     DRAFTS,
     METHODS,
     Target,
+    compiled_methods,
     compiled_path,
     draft_path,
     evaluate_config,
     methods_of,
     prepared_path,
     train_config,
+    untrained_path,
 )
 from benchmarks.demo_tables_report import collect, markdown, plot, write_records
 from benchmarks.lockstep import Lockstep
@@ -33,6 +37,7 @@ from mmflash_jax.training.step import METRICS
 
 SCORE_BATCH = 64
 """Rows scored at once."""
+POLL_S = 0.5
 
 
 def prepare(folder: Path, target: Target) -> None:
@@ -80,14 +85,12 @@ def _write(path: Path, drafter: Any, params: Any, facts: dict[str, Any]) -> None
 def compile_method(folder: Path, target: Target, method: str) -> None:
     """Compile what measuring a method runs, while others train: with an untrained draft."""
     _keep_all_programs()
-    done = compiled_path(folder, target, method)
-    done.parent.mkdir(parents=True, exist_ok=True)
-    drafts, config = {}, None
+    drafts = {}
     if method != PLAIN:
-        config = train_config(folder, target, METHODS[method][0])
-        drafts = {method: done.with_name(f"{method}-untrained")}
-    compile_ahead(evaluate_config(folder, target, drafts, done.parent), drafts, config)
-    done.touch()
+        drafts[method] = untrained_path(folder, target, method)
+        write_untrained(train_config(folder, target, METHODS[method][0]), drafts[method])
+    compile_ahead(evaluate_config(folder, target, drafts, folder), [method])
+    compiled_path(folder, target, method).touch()
 
 
 def _keep_all_programs() -> None:
@@ -102,10 +105,13 @@ def measure(
     targets: tuple[Target, ...] = ("demo", "demo-gemma4"),
     seeds: tuple[int, ...] = (0, 1, 2),
     commit: str | None = None,
+    begin: Path | None = None,
 ) -> None:
     """Measure all drafts that are there, seed by seed, and rewrite tables.json after each number
-    in flight."""
+    in flight. Waits for a file `begin`, if named, and makes its programs ready until then."""
     _keep_all_programs()
+    if begin is not None:
+        _make_ready(folder, targets, begin)
 
     def tell(_: list[Record]) -> None:
         write_records(collect(folder, commit), results / "tables.json")
@@ -120,6 +126,29 @@ def measure(
             if there:
                 output = folder / target / "evaluation" / str(seed)
                 evaluate(evaluate_config(folder, target, there, output), tell)
+
+
+def _make_ready(folder: Path, targets: Sequence[Target], begin: Path) -> None:
+    """Trace and load the programs of each target when they are compiled, unless `begin` is there.
+
+    That takes longer than to run them, and needs no trained draft.
+    """
+    for target in targets:
+        methods = compiled_methods(target)
+        paths = [compiled_path(folder, target, method) for method in methods]
+        _wait_until(lambda paths=paths: begin.exists() or all(path.exists() for path in paths))
+        if not begin.exists():
+            drafts = {m: untrained_path(folder, target, m) for m in methods if m != PLAIN}
+            compile_ahead(evaluate_config(folder, target, drafts, folder), methods)
+    _wait_until(begin.exists)
+
+
+def _wait_until(holds: Callable[[], bool]) -> None:
+    parent = os.getppid()
+    while not holds():
+        if os.getppid() != parent:
+            sys.exit("the process that started this one has ended")
+        time.sleep(POLL_S)
 
 
 def report(folder: Path, results: Path, commit: str | None = None) -> None:

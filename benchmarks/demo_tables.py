@@ -4,12 +4,15 @@
 
 makes everything on one device: the target's answers, drafts of every method and seed, and their
 measurement on held-out charts, seed by seed. The same command goes on where a stopped one was. The
-other commands are its parts; each runs in a process of its own, several at a time, but for the
-measurement, which has the machine to itself.
+other commands are its parts, each in a process of its own: several at a time, and none beside the
+measurement.
 """
 
+import contextlib
 import logging
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -23,14 +26,16 @@ from benchmarks.demo_settings import (
     DRAFTS,
     Settings,
     Target,
+    compiled_methods,
     compiled_path,
     draft_path,
     keep_settings,
-    methods_of,
     prepared_path,
     xla_flags,
 )
-from benchmarks.jobs import Job, run_jobs
+from benchmarks.jobs import Job, run_jobs, started
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,31 +88,40 @@ def make(arguments: tyro.conf.OmitArgPrefixes[Make]) -> int:
     folder, results = arguments.folder, arguments.results
     keep_settings(folder, arguments.settings)
     results.mkdir(parents=True, exist_ok=True)
-    environment = {"XLA_FLAGS": xla_flags()}
+    # Not the default, which ends this process and leaves those that it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    environment = {"XLA_FLAGS": xla_flags(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     jobs = jobs_of(folder, arguments.targets, arguments.seeds)
-    seconds = run_jobs(
-        jobs, at_once=arguments.at_once, logs=folder / "logs",
-        environment={**environment, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        until=began + arguments.train_until,
-    )  # fmt: skip
-    log = logging.getLogger(__name__)
-    log.info("prepared, compiled and trained after %.0f s", time.monotonic() - began)
-    flags = ("--commit", arguments.commit) if arguments.commit else ()
-    names = [*arguments.targets], [str(seed) for seed in arguments.seeds]
-    measured = Job(
-        "measure",
-        (*_command("measure", folder), "--results", str(results), *flags,
-         "--targets", *names[0], "--seeds", *names[1]),
-    )  # fmt: skip
-    last = run_jobs(
-        [measured], at_once=1, logs=folder / "logs", environment=environment,
-        until=began + arguments.until,
-    )  # fmt: skip
+    begin = folder / "begin-to-measure"
+    begin.unlink(missing_ok=True)
+    if not jobs:
+        begin.touch()
+    with started(_measurement(arguments, begin), folder / "logs", environment) as measurement:
+        seconds = run_jobs(
+            jobs, at_once=arguments.at_once, logs=folder / "logs", environment=environment,
+            until=began + arguments.train_until,
+        )  # fmt: skip
+        log.info("prepared, compiled and trained after %.0f s", time.monotonic() - began)
+        begin.touch()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            measurement.wait(max(0.0, began + arguments.until - time.monotonic()))
     report(folder, results, arguments.commit)
     records = collect(folder, arguments.commit)
     log.info("%d records after %.0f s", len(records), time.monotonic() - began)
-    whole = len(seconds) == len(jobs) and last
+    whole = len(seconds) == len(jobs) and measurement.returncode == 0
     return 0 if whole and all(record["parity"] for record in records) else 1
+
+
+def _measurement(arguments: Make, begin: Path) -> Job:
+    flags = ("--commit", arguments.commit) if arguments.commit else ()
+    return Job(
+        "measure",
+        (
+            *_command("measure", arguments.folder), "--results", str(arguments.results),
+            "--begin", str(begin), *flags, "--targets", *arguments.targets,
+            "--seeds", *map(str, arguments.seeds),
+        ),
+    )  # fmt: skip
 
 
 def jobs_of(folder: Path, targets: Sequence[Target], seeds: Sequence[int]) -> list[Job]:
@@ -123,12 +137,10 @@ def jobs_of(folder: Path, targets: Sequence[Target], seeds: Sequence[int]) -> li
         arguments = (*_command("prepare", folder), "--target", target)
         add(f"prepare-{target}", prepared_path(folder, target).exists(), arguments)
     for target in targets:
-        for method in ("none", *methods_of(target)):
+        for method in compiled_methods(target):
             arguments = (*_command("compile", folder), "--target", target, "--method", method)
-            # Another token weight is no other program.
-            if method != "mmflash":
-                done = compiled_path(folder, target, method).exists()
-                add(f"compile-{target}-{method}", done, arguments)
+            done = compiled_path(folder, target, method).exists()
+            add(f"compile-{target}-{method}", done, arguments)
     for seed in seeds:
         for target in targets:
             for kind in CONFIGS[target]:

@@ -1,9 +1,8 @@
-"""Commands that depend on each other, as many at a time as the machine has cores for."""
+"""Commands that depend on each other, several at a time."""
 
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 GRACE_S = 5.0
-"""Between asking a process to end and ending it."""
+"""Between asking processes to end and ending them."""
+
+Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,13 @@ def run_jobs(
 ) -> dict[str, float]:
     """Run jobs, the first ones first; returns the seconds of those that succeeded.
 
-    A job that fails is told, and those that need it are left out; the others go on. Each writes
-    into `logs/NAME.log`. At `until`, by `time.monotonic`, whatever still runs is ended. So it is
-    when this process is interrupted or asked to end.
+    A job that fails is told, and those that need it are left out; the others go on. At `until`, by
+    `time.monotonic`, whatever still runs is ended; so it is when this process is interrupted.
     """
-    logs.mkdir(parents=True, exist_ok=True)
-    waiting, running = list(jobs), {}
+    waiting = list(jobs)
+    running: dict[str, tuple[Process, float]] = {}
     seconds: dict[str, float] = {}
-    with _ended_with_us(running):
+    with contextlib.ExitStack() as processes:
         while (waiting or running) and time.monotonic() < until:
             for name, (process, began) in list(running.items()):
                 if process.poll() is None:
@@ -63,36 +63,30 @@ def run_jobs(
             for job in [j for j in waiting if all(name in seconds for name in j.after)]:
                 if len(running) < at_once:
                     waiting.remove(job)
-                    running[job.name] = _start(job, logs, environment), time.monotonic()
+                    process = processes.enter_context(started(job, logs, environment))
+                    running[job.name] = process, time.monotonic()
             time.sleep(POLL_S)
         if waiting or running:
             log.error("out of time: %s", ", ".join([*running, *(job.name for job in waiting)]))
     return seconds
 
 
-def _start(job: Job, logs: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def started(job: Job, logs: Path, environment: Mapping[str, str]) -> Iterator[Process]:
+    """The process of a job, which writes into `logs/NAME.log` and does not outlive the context."""
+    logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{job.name}.log").open("ab") as stream:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *job.arguments], stdout=stream, stderr=stream,
             env={**os.environ, **environment},
         )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _ended_with_us(running: dict[str, tuple[subprocess.Popen[bytes], float]]) -> Iterator[None]:
-    """Ends what still runs, also when SIGTERM ends this process."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        yield
+        yield process
     finally:
-        signal.signal(signal.SIGTERM, before)
-        left = [process for process, _ in running.values()]
-        for process in left:
+        if process.poll() is None:
             process.terminate()
-        last = time.monotonic() + GRACE_S
-        for process in left:
             try:
-                process.wait(max(0.0, last - time.monotonic()))
+                process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,16 @@ def test_measured_cells_are_kept_and_told_at_once(folder, tmp_path, monkeypatch)
     assert "| dflash | 2 |" in (tmp_path / "tables.md").read_text()
     for name in ("tables_demo_tau.png", "tables_demo_speedup.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_measuring_waits_until_training_has_ended(tmp_path):
+    """Whatever is not compiled by then is compiled later."""
+    begin = tmp_path / "begin"
+    keep_settings(tmp_path, Settings())
+    began = time.monotonic()
+    threading.Timer(0.7, begin.touch).start()
+    demo_stages._make_ready(tmp_path, ("demo", "demo-gemma4"), begin)
+    assert 0.6 < time.monotonic() - began < 5
 
 
 def record(method: str, seed: int, slots: int, **changes: Any) -> dict[str, Any]:
