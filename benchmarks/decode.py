@@ -41,6 +41,8 @@ from mmflash_jax.load import default_dtype, load_drafter, load_target
 from pallas_kernels import Kernels
 
 Record = dict[str, Any]
+PROFILED = 4
+"""Steps under the profiler."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class Cell:
     def state(self, settings: Settings) -> DecodeState:
         """What its runs start from, with room for all that they may commit."""
         block = self.plan.drafter.block
-        most = block * settings.steps * (settings.runs + 1) + 1
+        steps = settings.steps * (settings.runs + 1) + PROFILED
+        most = block * steps + 1
         capacity = -(-(self.context + most + block) // 64) * 64
         return filled(self.plan, self.batch, capacity, most, self.context)
 
@@ -162,8 +165,9 @@ def time_cell(settings: Settings, cell: Cell) -> Record:
     }
     if settings.profile is not None:
         name = f"{type(plan.drafter).__name__}{plan.drafter.block}_{plan.target.kernels}"  # type: ignore[attr-defined]
-        run = functools.partial(decode, plan, params, state, np.int32(4))
-        write_profile(run, settings.profile / f"{name}_b{batch}_c{cell.context}.txt", steps=4)
+        run = functools.partial(decode, plan, params, state, np.int32(PROFILED))
+        path = settings.profile / f"{name}_b{batch}_c{cell.context}.txt"
+        write_profile(run, path, steps=PROFILED)
     return figures
 
 
