@@ -53,18 +53,20 @@ def compile_ahead(config: EvaluateConfig, methods: Sequence[str]) -> None:
 def _compare_at_all_lengths(
     session: Session, prompts: Sequence[Prompt], max_tokens: int, step: int = 16
 ) -> None:
-    """Examine differences after 1, 17, 33, ... tokens: each size of fp32 program is met."""
-    longest = max(prompts, key=lambda prompt: len(prompt.ids))
-    lengths = range(1, max_tokens, step)
+    """Examine one difference and several, after 1, 17, 33, ... tokens of the shortest and of the
+    longest prompt: each size of fp32 program is met."""
+    by_length = sorted(prompts, key=lambda prompt: len(prompt.ids))
+    for prompt in (by_length[0], by_length[-1]):
+        for length in range(1, max_tokens, step):
+            for count in (1, 2):
+                drafted, plain = (_said(prompt, length, last, count) for last in (0, 1))
+                compare(session.plan, session.params, [prompt] * count, drafted, plain)
 
-    def said(last: int) -> list[Completion]:
-        return [
-            Completion(
-                token_ids=(*[0] * length, last), finish_reason="length",
-                prompt_tokens=len(longest.ids), steps=length,
-                committed=np.zeros(1, np.int32), drafted=np.zeros(length + 1, bool),
-            )
-            for length in lengths
-        ]  # fmt: skip
 
-    compare(session.plan, session.params, [longest] * len(lengths), said(0), said(1))
+def _said(prompt: Prompt, length: int, last: int, count: int) -> list[Completion]:
+    """An answer of `length` like tokens and another one, `count` times."""
+    one = Completion(
+        token_ids=(*[0] * length, last), finish_reason="length", prompt_tokens=len(prompt.ids),
+        steps=length, committed=np.zeros(1, np.int32), drafted=np.zeros(length + 1, bool),
+    )  # fmt: skip
+    return [one] * count
