@@ -90,7 +90,9 @@ def compile_method(folder: Path, target: Target, method: str) -> None:
         drafts[method] = untrained_path(folder, target, method)
         write_untrained(train_config(folder, target, METHODS[method][0]), drafts[method])
     compile_ahead(evaluate_config(folder, target, drafts, folder), [method])
-    compiled_path(folder, target, method).touch()
+    done = compiled_path(folder, target, method)
+    done.parent.mkdir(parents=True, exist_ok=True)
+    done.touch()
 
 
 def _keep_all_programs() -> None:

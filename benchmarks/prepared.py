@@ -121,7 +121,7 @@ def prepare_rows(
     """Rows of `config`, and the requests of its held-out prompts.
 
     Answers lie in `config.output` as they come, so a killed run goes on with them. Every prompt is
-    encoded once and stays in memory with its patches, 0.2 MB each: encoding is the slowest part.
+    encoded once and stays in memory with its patches, up to 0.5 MB each: encoding is slow.
     """
     learn, kept = prompt_requests(config.data, config.generate.max_tokens, config.eval_prompts)
     prompts: list[Prompt] = []
