@@ -170,7 +170,8 @@ def _setting(records: Sequence[Record]) -> list[str]:
         f"{each('questions')} held-out charts, greedy, at most {each('max_tokens')} tokens an "
         f"answer, {each('repeats')} timed pass(es) a seed. ±: standard deviation over seeds of the "
         "training. tau: tokens a verify step. Speed: decoding alone, without prefill. Speed-up: "
-        f"over plain decoding in the same run. XLA_FLAGS: `{each('xla_flags')}`."
+        f"over plain decoding in the same run. XLA_FLAGS: `{each('xla_flags')}`. The command: "
+        "docs/evaluation.md."
     ]
     if "cpu" in each("device").casefold():
         lines += ["", "**Measured on a CPU**: speeds say nothing about accelerators."]
