@@ -41,11 +41,13 @@ class Tile:
     """How a block is cut up.
 
     columns: of the state, of one program of `advance`.
+    keys: rows of the state that it has in registers at a time.
     warps: of a program of `advance`.
     prepare_warps: of a program of `prepare`.
     """
 
     columns: int
+    keys: int
     warps: int
     prepare_warps: int
 
@@ -55,7 +57,7 @@ def own_tile(rows: int, heads: int, value_width: int) -> Tile:
     columns = min(64, value_width)
     while columns > LEAST and rows * heads * (value_width // columns) < PROCESSORS:
         columns //= 2
-    return Tile(columns=columns, warps=max(columns // LEAST, 1), prepare_warps=4)
+    return Tile(columns=columns, keys=64, warps=columns // LEAST, prepare_warps=4)
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def gated_delta_step(
     at = _Blocks(lambda column, i: (i // vh, i % vh), lambda column, i: column)
     states, updates = at.columns(kd, tile.columns), at.columns(records, tile.columns)
     out, state, update = pl.pallas_call(
-        functools.partial(gpu_block.advance, sizes, parts),
+        functools.partial(gpu_block.advance, sizes, parts, min(tile.keys, kd)),
         grid=(vd // tile.columns, B * vh),
         in_specs=[
             states, updates, at.head(3, padded, kd, group=sizes.group),

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -45,12 +46,27 @@ def parts_for(dtype: Any) -> int:
     return 1 if jnp.dtype(dtype) == jnp.float32 else 3
 
 
+def _part(x: Array, dtype: Any) -> tuple[Array, Array]:
+    """A part of fp32 numbers in `dtype`, and what it leaves of them, without error.
+
+    bf16 is the upper half of fp32; cut off in place of rounded, which takes fewer instructions
+    than a conversion, three parts are all of its 24 bits.
+    """
+    if dtype != jnp.bfloat16:
+        part = x.astype(dtype)
+        return part, x - part.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    upper = lax.bitcast_convert_type(bits & np.uint32(0xFFFF0000), jnp.float32)
+    part = lax.bitcast_convert_type((bits >> np.uint32(16)).astype(jnp.uint16), jnp.bfloat16)
+    return part, x - upper
+
+
 def _split(x: Array, dtype: Any, parts: int) -> list[Array]:
     """`x` as a sum of `parts` arrays of `dtype`, the largest first."""
     found = []
     for _ in range(parts):
-        found.append(x.astype(dtype))
-        x = x - found[-1].astype(jnp.float32)
+        part, x = _part(x, dtype)
+        found.append(part)
     return found
 
 
@@ -149,12 +165,10 @@ def _add_products(
     """`totals` plus fp32 products of `x` in fp32 with exact `sides`."""
     totals = list(totals)
     # One part after the other, so that only one takes registers.
-    for number in range(parts):
-        part = x.astype(sides[0].dtype)
+    for _ in range(parts):
+        part, x = _part(x, sides[0].dtype)
         for place, side in enumerate(sides):
             totals[place] += _dot(sizes, part, side)
-        if number < parts - 1:
-            x = x - part.astype(jnp.float32)
     return totals
 
 
@@ -168,30 +182,41 @@ def _add_split(
     return total
 
 
+def _turned(first: int, rows: int, columns: int) -> tuple[Array, Array]:
+    """Where rows of a matrix are read or written turned, `[columns, rows]`.
+
+    A `.T` of a sum of products would be drawn into the sum by Triton, product by product, each of
+    which would then start from zero.
+    """
+    return first + jnp.arange(rows)[None, :], jnp.arange(columns)[:, None]
+
+
 def advance(
-    sizes: Sizes, parts: int, state_ref: Any, update_ref: Any, sides_ref: Any, v_ref: Any,
+    sizes: Sizes, parts: int, keys: int, state_ref: Any, update_ref: Any, sides_ref: Any, v_ref: Any,
     scales_ref: Any, matrices_ref: Any, pending_ref: Any, out_ref: Any, state_out: Any,
     update_out: Any,
 ) -> None:  # fmt: skip
     """The program of some columns of the state of one value head of one row."""
-    index, columns = jnp.arange(sizes.P), v_ref.shape[-1]
-    rows = (index[:, None], jnp.arange(columns)[None, :])
-
-    def wide(tokens: Array) -> Array:
-        return jnp.broadcast_to(tokens[:, None], (sizes.P, columns))
-
-    state = scales_ref[FADE, 0] * state_ref[...].T
-    records = plt.load(update_ref.at[*rows], mask=wide(index < pending_ref[0]), other=0.0)
-    records = (scales_ref[PENDING][:, None] * records).T
-    (state,) = _add_products(sizes, parts, records, [sides_ref[OLD_KEYS]], [state])
-    state_out[...] = state.T
-    none = jnp.zeros((columns, sizes.P), jnp.float32)
-    sides = [sides_ref[KEYS].T, sides_ref[QUERIES].T]
-    told, asked = _add_products(sizes, parts, state, sides, [none, none])
-    right = v_ref[...].T.astype(jnp.float32) - told * scales_ref[KEY][None, :]
+    P, columns = sizes.P, v_ref.shape[-1]
+    tokens = _turned(0, P, columns)
+    token = lax.broadcasted_iota(jnp.int32, (columns, P), 1)
+    records = plt.load(update_ref.at[*tokens], mask=token < pending_ref[0], other=0.0)
+    records = records * scales_ref[PENDING][None, :]
+    none = jnp.zeros((columns, P), jnp.float32)
+    told, asked = none, none
+    # Some rows of the state after the other, so that only these take registers.
+    for first in range(0, sizes.kd, keys):
+        at, some = _turned(first, keys, columns), pl.ds(first, keys)
+        state = scales_ref[FADE, 0] * plt.load(state_ref.at[*at])
+        old_keys = sides_ref[OLD_KEYS, :, some]
+        (state,) = _add_products(sizes, parts, records, [old_keys], [state])
+        plt.store(state_out.at[*at], state)
+        sides = [sides_ref[KEYS, :, some].T, sides_ref[QUERIES, :, some].T]
+        told, asked = _add_products(sizes, parts, state, sides, [told, asked])
+    right = plt.load(v_ref.at[*tokens]).astype(jnp.float32) - told * scales_ref[KEY][None, :]
     right = _split(right, v_ref.dtype, matrices_ref.shape[1])
     update = _add_split(sizes, right, matrices_ref, INVERSE, none)
     asked = asked * scales_ref[QUERY][None, :]
     out = _add_split(sizes, right, matrices_ref, MIXED, asked)
-    plt.store(update_out.at[*rows], update.T, mask=wide(index < sizes.records))
-    plt.store(out_ref.at[*rows], out.T.astype(out_ref.dtype), mask=wide(index < sizes.T))
+    plt.store(update_out.at[*tokens], update, mask=token < sizes.records)
+    plt.store(out_ref.at[*tokens], out.astype(out_ref.dtype), mask=token < sizes.T)

@@ -14,6 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
+LOG2_E = 1.4426950408889634
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -92,7 +94,13 @@ def convolved(sizes: Sizes, source: Convolution, parts: Sequence[Part]) -> list[
             weight = source.kernel[tap, pl.ds(part.channel, part.width)].astype(jnp.float32)
             row = _row(sizes, source, part, tap - (sizes.taps - 1)).astype(jnp.float32)
             totals[place] += row * weight[None, :]
-    return [(total * jax.nn.sigmoid(total)).astype(source.ring.dtype) for total in totals]
+    return [_silu(total).astype(source.ring.dtype) for total in totals]
+
+
+def _silu(x: Array) -> Array:
+    """A third of the instructions of `x * sigmoid(x)`: a root is one, a quotient is ten."""
+    root = lax.rsqrt(1.0 + jnp.exp2(x * -LOG2_E))
+    return x * root * root
 
 
 def _row(sizes: Sizes, source: Convolution, part: Part, back: int) -> Array:

@@ -53,7 +53,7 @@ def test_a_state_may_be_cut_anywhere(columns):
     """Programs for some columns of a state give what those for all of them give."""
     case = CASES["narrow"]
     arguments = case.arguments(jnp.float32, 3)
-    tile = gpu.Tile(columns=columns, warps=1, prepare_warps=1)
+    tile = gpu.Tile(columns=columns, keys=16, warps=1, prepare_warps=1)
     step = functools.partial(
         gpu.gated_delta_step, key_heads=case.key_heads, interpret=True, tile=tile
     )
