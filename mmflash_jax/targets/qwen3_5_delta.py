@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import GatedRMSNorm
 from mmflash_jax.layers.tree import along
@@ -24,6 +23,7 @@ from pallas_kernels.gated_delta import (
     from_ring,
     gates,
     queries_keys_values,
+    to_ring,
 )
 
 
@@ -111,16 +111,12 @@ class GatedDeltaNet(nnx.Module):
         b: Float[Array, "B T vh"], cache: DeltaCache, now: Pass,
     ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
         """Fold in what stayed of the last block, then run this one without deciding on it."""
-        rows = _write_ring(cache.rows, qkv, now.length, now.count)
-        # Padding makes up for a block narrower than the cache's; no real token looks that far.
-        T, block = qkv.shape[1], cache.updates.shape[2]
-        a, b = (jnp.pad(x, ((0, 0), (0, block - T), (0, 0))) for x in (a, b))
-        out, state, updates, decay = gated_delta_step(
-            rows, self.conv1d[...], a, b, self.A_log[...], self.dt_bias[...], cache.state,
-            cache.updates, cache.decay, now.length, now.pending, key_heads=self.key_heads,
-            kernels=now.kernels,
+        out, state, updates, decay, rows = gated_delta_step(
+            cache.rows, qkv, self.conv1d[...], a, b, self.A_log[...], self.dt_bias[...],
+            cache.state, cache.updates, cache.decay, now.length, now.count, now.pending,
+            key_heads=self.key_heads, kernels=now.kernels,
         )  # fmt: skip
-        return out[:, :T], DeltaCache(state=state, updates=updates, decay=decay, rows=rows)
+        return out, DeltaCache(state=state, updates=updates, decay=decay, rows=rows)
 
     def _verify_tree(
         self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
@@ -164,17 +160,8 @@ class GatedDeltaNet(nnx.Module):
             state=state,
             updates=jnp.zeros_like(cache.updates),
             decay=jnp.zeros_like(cache.decay),
-            rows=_write_ring(cache.rows, qkv, now.length, now.count),
+            rows=to_ring(cache.rows, qkv, now.length, now.count),
         )
-
-
-def _write_ring(
-    rows: Float[Array, "B slots channels"],
-    new: Float[Array, "B T channels"],
-    length: Int[Array, " B"],
-    count: Int[Array, " B"],
-) -> Float[Array, "B slots channels"]:
-    return write_rows(rows[:, None], new[:, :, None], length, count, ring=True)[:, 0]
 
 
 def commit_delta(
@@ -193,5 +180,5 @@ def commit_delta(
         state=cache.state,
         updates=cache.updates.at[:, :, :count].set(updates),
         decay=cache.decay.at[:, :, :count].set(decay),
-        rows=_write_ring(cache.rows, along(path, tree.rows), length, keep),
+        rows=to_ring(cache.rows, along(path, tree.rows), length, keep),
     )

@@ -70,20 +70,16 @@ def test_attention_of_a_node_is_that_of_its_branch(window, ring, queries):
 @pytest.mark.parametrize("case", SMALL[:4], ids=lambda case: case.name)
 def test_a_delta_net_node_continues_its_branch(case):
     """Outputs, and the records that a branch keeps, after a prefix of the last block."""
-    (ring, kernel, a, b, *exact), parents = case.arguments(jnp.float32, 0), None
-    length, pending = exact[-2:]
+    ring, new, kernel, a, b, *exact = case.arguments(jnp.float32, 0)
+    new = new[..., : ring.shape[2]]
+    length, counts, pending = exact[-3:]
     B, T = a.shape[:2]
-    slots = (np.asarray(length)[:, None] + np.arange(T)) % ring.shape[1]
-    new = jnp.take_along_axis(ring, slots[..., None], axis=1)
-    # What a chain would have written there must not be read.
-    clean = np.array(ring)
-    np.put_along_axis(clean, slots[..., None], 1e6, axis=1)
     parents = random_parents(np.random.default_rng(1), B, T)
-    A_log, dt_bias, *records = exact[:-2]
+    A_log, dt_bias, *records = exact[:-3]
     tree = jax.jit(functools.partial(gated_delta_tree, key_heads=case.key_heads))
     step = jax.jit(functools.partial(gated_delta_step, key_heads=case.key_heads))
     out, state, update, G = tree(
-        clean, new, kernel, a, b, A_log, dt_bias, *records, length, pending, parents
+        ring, new, kernel, a, b, A_log, dt_bias, *records, length, pending, parents
     )
     for node in range(T):
         chains = [branch(parents[row], node) for row in range(B)]
@@ -92,9 +88,10 @@ def test_a_delta_net_node_continues_its_branch(case):
         def pick(x, index=index):
             return np.take_along_axis(np.asarray(x), index[..., None], axis=1)
 
-        filled = np.array(ring)
-        np.put_along_axis(filled, slots[..., None], pick(new), axis=1)
-        wanted = step(filled, kernel, pick(a), pick(b), A_log, dt_bias, *records, length, pending)
+        wanted = step(
+            ring, pick(new), kernel, pick(a), pick(b), A_log, dt_bias, *records, length, counts,
+            pending,
+        )  # fmt: skip
         assert_close(state, wanted[1], LAYER, "state")
         for row, nodes in enumerate(chains):
             count = len(nodes)
@@ -114,7 +111,8 @@ def test_a_kernel_by_name_takes_no_tree():
         attend(causal=False, parents=parents)
     case = SMALL[0]
     arguments = case.arguments(jnp.float32, 0)
-    ring, parents = arguments[0], jnp.zeros(arguments[2].shape[:2], jnp.int32)
+    ring, new, *rest, _, pending = arguments
+    parents = jnp.zeros(new.shape[:2], jnp.int32)
     tree: Any = functools.partial(gated_delta_tree, key_heads=case.key_heads, kernels="interpret")
     with pytest.raises(KernelError, match=r"gated_delta_step.*interpret.*tree.*reference"):
-        tree(ring, ring[:, : case.T], *arguments[1:], parents)
+        tree(ring, new[..., : ring.shape[2]], *rest, pending, parents)
