@@ -40,10 +40,8 @@ __all__ = [
 
 def gated_delta_step(
     ring: Float[Array, "B slots channels"],
-    new: Float[Array, "B T width"],
+    projected: Float[Array, "B T width"],
     kernel: Float[Array, "taps channels"],
-    a: Float[Array, "B T vh"],
-    b: Float[Array, "B T vh"],
     A_log: Float[Array, " vh"],
     dt_bias: Float[Array, " vh"],
     state: Float[Array, "B vh kd vd"],
@@ -64,26 +62,33 @@ def gated_delta_step(
 ]:
     """Fold in what was accepted of the last block, then run the next block of `T` tokens.
 
-    `ring` holds the convolution's inputs before position `length`; those of the new tokens are the
-    first `channels` columns of `new`, which may be a wider projection's whole output. `state` is
-    the state before the last block, `update` and `G` are that block's records: its first `pending`
-    tokens, at positions `length - pending ..`, count. Blocks have at most `P` tokens.
+    `projected` is a layer's joined projection of the new tokens: the convolution's inputs in its
+    first `channels` columns, write strengths and decays (`b`, then `a`) in its last `2 vh`; what
+    lies between is not read. `ring` holds the convolution's inputs before position `length`.
+    `state` is the state before the last block, `update` and `G` are that block's records: its first
+    `pending` tokens, at positions `length - pending ..`, count. Blocks have at most `P` tokens.
 
     Results: outputs in the dtype of `ring`, the state before the new block, the new block's records
     (zero from `T` on), and the ring with the first `count` new tokens. The ring needs
     `taps - 1 + 2 P` slots. The state is read once and written once.
 
     Raises:
-        ValueError: more tokens than records.
+        ValueError: more tokens than records, or a projection that is too narrow.
         KernelError: `kernels` names a kernel that cannot run here.
     """
-    if a.shape[1] > update.shape[2]:
+    T, width, records = *projected.shape[1:], update.shape[2]
+    if T > records:
         raise ValueError(
-            f"gated_delta_step: a block of {a.shape[1]} tokens needs as many records; the cache has"
-            f" records of {update.shape[2]}"
+            f"gated_delta_step: a block of {T} tokens needs as many records; the cache has records"
+            f" of {records}"
+        )
+    if width < (needed := ring.shape[2] + 2 * state.shape[1]):
+        raise ValueError(
+            f"gated_delta_step: a projection of {width} columns is narrower than the {needed} of"
+            " convolution inputs and gates"
         )
     arguments = (
-        ring, new, kernel, a, b, A_log, dt_bias, state, update, G, length, count, pending,
+        ring, projected, kernel, A_log, dt_bias, state, update, G, length, count, pending,
     )  # fmt: skip
     obstacle = None if kernels == "reference" else gpu.obstacle(ring, kernel, state, update)
     chosen = implementation("gated_delta_step", kernels, ring.dtype, obstacle)

@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool
 
 TAPS = 4
-LEFT_OVER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +42,8 @@ class Case:
         return found
 
     def arguments(self, dtype: DTypeLike, seed: int, unused: float = 1e6) -> tuple[Array, ...]:
-        """Arguments of `gated_delta_step`, in order; records of rejected tokens and slots of the
-        ring that nothing may read are `unused`."""
+        """Arguments of `gated_delta_step`, in order; what nothing may read is `unused`: records of
+        rejected tokens, slots of the ring, columns of the projection."""
         rng = np.random.default_rng(seed)
         B, T, vh = len(self.lengths), self.T, self.value_heads
         new_tokens = T if self.tokens is None else self.tokens
@@ -57,8 +56,9 @@ class Case:
         rows = normal(B, 1, channels) + self.spread * normal(B, slots + new_tokens, channels)
         ring, new = rows[:, :slots], rows[:, slots:]
         ring[self.unread] = unused
-        # A layer's projection may be wider than what the convolution takes of it.
-        new = np.concatenate([new, np.full((B, new_tokens, LEFT_OVER), unused)], axis=-1)
+        gates = normal(B, new_tokens, 2 * vh)
+        between = np.full((B, new_tokens, vh * self.vd), unused)
+        projected = np.concatenate([new, between, gates], axis=-1)
         update = normal(B, vh, T, self.vd)
         # Half-lives from less than a token to thousands of tokens, as trained models have.
         G = np.cumsum(-np.exp(rng.uniform(-8, 0, (B, vh, T))), axis=-1).astype(np.float32)
@@ -67,10 +67,9 @@ class Case:
             G[row, :, keep:] = unused if np.isnan(unused) else G[row, :, keep:]
         A_log, dt_bias = rng.uniform(-6, 0, vh), rng.uniform(-2, 1, vh)
         state = normal(B, vh, self.kd, self.vd)
-        gates = normal(B, new_tokens, vh), normal(B, new_tokens, vh)
         counts = (new_tokens,) * B if self.counts is None else self.counts
         return (
-            *(jnp.asarray(x, dtype) for x in (ring, new, normal(TAPS, channels), *gates)),
+            *(jnp.asarray(x, dtype) for x in (ring, projected, normal(TAPS, channels))),
             *(jnp.asarray(x, jnp.float32) for x in (A_log, dt_bias, state, update, G)),
             *(jnp.asarray(x, jnp.int32) for x in (self.lengths, counts, self.pending)),
         )

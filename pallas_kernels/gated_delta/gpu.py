@@ -102,10 +102,8 @@ class _Blocks:
 
 def gated_delta_step(
     ring: Float[Array, "B slots channels"],
-    new: Float[Array, "B T width"],
+    projected: Float[Array, "B T width"],
     kernel: Float[Array, "taps channels"],
-    a: Float[Array, "B T vh"],
-    b: Float[Array, "B T vh"],
     A_log: Float[Array, " vh"],
     dt_bias: Float[Array, " vh"],
     state: Float[Array, "B vh kd vd"],
@@ -126,7 +124,7 @@ def gated_delta_step(
     `parts` of an fp32 side beside one of the ring's dtype: 3 keep fp32 whole, 2 leave the state
     2e-6 of its largest value off.
     """
-    B, T = a.shape[:2]
+    B, T, width = projected.shape
     vh, kd, vd = state.shape[1:]
     records = update.shape[2]
     padded = 1 if records == 1 else max(LEAST, 1 << (records - 1).bit_length())
@@ -134,14 +132,12 @@ def gated_delta_step(
         T=T, records=records, P=padded, taps=kernel.shape[0], slots=ring.shape[1],
         key_heads=key_heads, value_heads=vh, kd=kd, vd=vd, interpret=interpret,
     )  # fmt: skip
-    # In a layer both are halves of one projection; joined again, XLA passes on the whole of it.
-    joined = jnp.concatenate([b, a], axis=-1)
     at = _Blocks(lambda i: (i // vh, i % vh))
-    inputs = (ring, new, kernel, joined, joined, A_log, dt_bias, length, count, pending, G)
+    inputs = (ring, projected, kernel, *[projected] * 2, A_log, dt_bias, length, count, pending, G)
     of_ring, of_G = at.row(*ring.shape[1:]), at.head(records)
     specs = [
-        of_ring, at.row(*new.shape[1:]), pl.BlockSpec(kernel.shape, lambda *_: (0, 0)),
-        at.tokens(T, first=vh), at.tokens(T), at.of_head(), at.of_head(), at.of_row(), at.of_row(),
+        of_ring, at.row(T, width), pl.BlockSpec(kernel.shape, lambda *_: (0, 0)),
+        at.tokens(T, first=width - vh), at.tokens(T, first=width - 2 * vh), at.of_head(), at.of_head(), at.of_row(), at.of_row(),
         at.of_row(), of_G,
     ]  # fmt: skip
     tile = own_tile(B, vh, vd) if tile is None else tile

@@ -140,10 +140,8 @@ def fold_pending(
 
 def gated_delta_step(
     ring: Float[Array, "B slots channels"],
-    new: Float[Array, "B T width"],
+    projected: Float[Array, "B T width"],
     kernel: Float[Array, "taps channels"],
-    a: Float[Array, "B T vh"],
-    b: Float[Array, "B T vh"],
     A_log: Float[Array, " vh"],
     dt_bias: Float[Array, " vh"],
     state: Float[Array, "B vh kd vd"],
@@ -156,8 +154,9 @@ def gated_delta_step(
     key_heads: int,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """`pallas_kernels.gated_delta_step` in plain `jax.numpy`."""
-    taps, room = kernel.shape[0], update.shape[2] - a.shape[1]
-    new = new[..., : ring.shape[2]]
+    taps, room = kernel.shape[0], update.shape[2] - projected.shape[1]
+    new = projected[..., : ring.shape[2]]
+    b, a = jnp.split(projected[..., -2 * state.shape[1] :], 2, axis=-1)
     state = fold_pending(ring, kernel, state, update, G, length, pending, key_heads=key_heads)
     rows = jnp.concatenate([from_ring(ring, length - (taps - 1), taps - 1), new], axis=1)
     q, k, v = queries_keys_values(convolve(rows, kernel), key_heads, state)

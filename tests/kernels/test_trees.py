@@ -67,13 +67,19 @@ def test_attention_of_a_node_is_that_of_its_branch(window, ring, queries):
             assert_close(got[row, place], wanted[0, len(nodes) - 1], LAYER, f"{row}, {nodes}")
 
 
+def apart(case, projected, ring):
+    """Inputs of the convolution, write strengths and decays of a joined projection."""
+    b, a = jnp.split(projected[..., -2 * case.value_heads :], 2, axis=-1)
+    return projected[..., : ring.shape[2]], b, a
+
+
 @pytest.mark.parametrize("case", SMALL[:4], ids=lambda case: case.name)
 def test_a_delta_net_node_continues_its_branch(case):
     """Outputs, and the records that a branch keeps, after a prefix of the last block."""
-    ring, new, kernel, a, b, *exact = case.arguments(jnp.float32, 0)
-    new = new[..., : ring.shape[2]]
+    ring, projected, kernel, *exact = case.arguments(jnp.float32, 0)
+    new, b, a = apart(case, projected, ring)
     length, counts, pending = exact[-3:]
-    B, T = a.shape[:2]
+    B, T = projected.shape[:2]
     parents = random_parents(np.random.default_rng(1), B, T)
     A_log, dt_bias, *records = exact[:-3]
     tree = jax.jit(functools.partial(gated_delta_tree, key_heads=case.key_heads))
@@ -89,8 +95,7 @@ def test_a_delta_net_node_continues_its_branch(case):
             return np.take_along_axis(np.asarray(x), index[..., None], axis=1)
 
         wanted = step(
-            ring, pick(new), kernel, pick(a), pick(b), A_log, dt_bias, *records, length, counts,
-            pending,
+            ring, pick(projected), kernel, A_log, dt_bias, *records, length, counts, pending,
         )  # fmt: skip
         assert_close(state, wanted[1], LAYER, "state")
         for row, nodes in enumerate(chains):
@@ -111,8 +116,9 @@ def test_a_kernel_by_name_takes_no_tree():
         attend(causal=False, parents=parents)
     case = SMALL[0]
     arguments = case.arguments(jnp.float32, 0)
-    ring, new, *rest, _, pending = arguments
+    ring, projected, kernel, *rest, _, pending = arguments
+    new, b, a = apart(case, projected, ring)
     parents = jnp.zeros(new.shape[:2], jnp.int32)
     tree: Any = functools.partial(gated_delta_tree, key_heads=case.key_heads, kernels="interpret")
     with pytest.raises(KernelError, match=r"gated_delta_step.*interpret.*tree.*reference"):
-        tree(ring, new[..., : ring.shape[2]], *rest, pending, parents)
+        tree(ring, new, kernel, a, b, *rest, pending, parents)
