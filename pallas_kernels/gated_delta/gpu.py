@@ -73,6 +73,7 @@ class _Blocks:
 
     def head(self, *shape: int, group: int = 1) -> pl.BlockSpec:
         """All of a head; of the head that `group` heads share."""
+
         def index(*i: Any) -> tuple[Any, ...]:
             row, head = self.place(*i)
             return row, head // group, *(0 for _ in shape)
@@ -87,6 +88,7 @@ class _Blocks:
 
     def tokens(self, T: int, *width: int, first: int = 0) -> pl.BlockSpec:
         """A head's column, or columns, for each token; heads count from `first`."""
+
         def index(*i: Any) -> tuple[Any, ...]:
             row, head = self.place(*i)
             return row, 0, first + head, *(self.column(*i) for _ in width)

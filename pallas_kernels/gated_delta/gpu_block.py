@@ -149,9 +149,7 @@ def prepare(
     scales_out[FADE] = jnp.broadcast_to(jnp.exp(last), (P,))
 
     through = _decay(G, column <= row) * k_norm[None, :]
-    A = jnp.where(
-        column < row, (beta * k_norm)[:, None] * through * _dot(sizes, k, k.T), 0.0
-    )
+    A = jnp.where(column < row, (beta * k_norm)[:, None] * through * _dot(sizes, k, k.T), 0.0)
     inverse = _inverse(sizes, A, row, column) * beta[None, :]
     mixed = _dot(sizes, q_norm[:, None] * through * _dot(sizes, q, k.T), inverse)
     for place, matrix in ((INVERSE, inverse), (MIXED, mixed)):
@@ -172,9 +170,7 @@ def _add_products(
     return totals
 
 
-def _add_split(
-    sizes: Sizes, x: Sequence[Array], matrices: Any, place: int, total: Array
-) -> Array:
+def _add_split(sizes: Sizes, x: Sequence[Array], matrices: Any, place: int, total: Array) -> Array:
     """`total` plus the product of `x` with the turned matrix at `place`, both in parts."""
     for order in reversed(range(len(x))):
         for number in range(order + 1):
