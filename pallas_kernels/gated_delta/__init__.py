@@ -77,7 +77,7 @@ def gated_delta_step(
         KernelError: `kernels` names a kernel that cannot run here.
     """
     T, width, records = *projected.shape[1:], update.shape[2]
-    if T > records:
+    if records < T:
         raise ValueError(
             f"gated_delta_step: a block of {T} tokens needs as many records; the cache has records"
             f" of {records}"

@@ -129,76 +129,128 @@ def gated_delta_step(
     B, T, width = projected.shape
     vh, kd, vd = state.shape[1:]
     records = update.shape[2]
-    padded = 1 if records == 1 else max(LEAST, 1 << (records - 1).bit_length())
     sizes = Sizes(
-        T=T, records=records, P=padded, taps=kernel.shape[0], slots=ring.shape[1],
-        key_heads=key_heads, value_heads=vh, kd=kd, vd=vd, interpret=interpret,
+        T=T, records=records, P=1 if records == 1 else max(LEAST, 1 << (records - 1).bit_length()),
+        taps=kernel.shape[0], slots=ring.shape[1], key_heads=key_heads, value_heads=vh, kd=kd,
+        vd=vd, interpret=interpret,
     )  # fmt: skip
     at = _Blocks(lambda i: (i // vh, i % vh))
-    inputs = (ring, projected, kernel, *[projected] * 2, A_log, dt_bias, length, count, pending, G)
-    of_ring, of_G = at.row(*ring.shape[1:]), at.head(records)
+    # The projection three times: inputs of the convolution, decays, write strengths.
+    tokens = (ring, projected, kernel, projected, projected, A_log, dt_bias)
     specs = [
-        of_ring, at.row(T, width), pl.BlockSpec(kernel.shape, lambda *_: (0, 0)),
-        at.tokens(T, first=width - vh), at.tokens(T, first=width - 2 * vh), at.of_head(), at.of_head(), at.of_row(), at.of_row(),
-        at.of_row(), of_G,
+        at.row(*ring.shape[1:]), at.row(T, width), pl.BlockSpec(kernel.shape, lambda *_: (0, 0)),
+        at.tokens(T, first=width - vh), at.tokens(T, first=width - 2 * vh), at.of_head(),
+        at.of_head(), at.of_row(), at.of_row(), at.of_row(), at.head(records),
     ]  # fmt: skip
+    front = _Front((*tokens, length, count, pending, G), specs, at)
+    if sizes.P == 1:
+        return _token(sizes, front, state, update, token_warps)
     tile = own_tile(B, vh, vd) if tile is None else tile
     parts = gpu_block.parts_for(ring.dtype) if parts is None else parts
-    out = jax.ShapeDtypeStruct((B, T, vh, vd), ring.dtype)
+    return _block(sizes, front, state, update, tile, parts)
 
-    def shaped(*arrays: Array) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
 
-    if padded == 1:
-        states, updates = at.columns(kd, vd), at.columns(1, vd)
-        ring, G, out, state, update = pl.pallas_call(
-            functools.partial(gpu_token.step, sizes),
-            grid=(B * vh,),
-            in_specs=[*specs, states, updates],
-            out_specs=[of_ring, of_G, at.tokens(T, vd), states, updates],
-            out_shape=[*shaped(ring, G), out, *shaped(state, update)],
-            input_output_aliases={0: 0, 10: 1, 11: 3, 12: 4},
-            compiler_params=plt.CompilerParams(num_warps=token_warps, num_stages=1),
-            interpret=interpret,
-            name="gated_delta_token",
-        )(*inputs, state, update)
-        return out, state, update, G, ring
+@dataclass(frozen=True)
+class _Front:
+    """What both forms take in first, the ring as the first and the running decay as the last; they
+    give these two back first. A program takes a head of a row."""
 
-    def made(*shape: int, dtype: Any = ring.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((B, *shape), dtype)
+    inputs: tuple[Array, ...]
+    specs: list[pl.BlockSpec]
+    at: _Blocks
 
-    ring, G, sides, v, scales, matrices = pl.pallas_call(
+    @property
+    def outputs(self) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct], dict[int, int]]:
+        """Their blocks, shapes and aliases."""
+        last = len(self.inputs) - 1
+        shapes = [_shape_of(self.inputs[0]), _shape_of(self.inputs[last])]
+        return [self.specs[0], self.specs[last]], shapes, {0: 0, last: 1}
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _out(sizes: Sizes, ring: Array) -> jax.ShapeDtypeStruct:
+    shape = (ring.shape[0], sizes.T, sizes.value_heads, sizes.vd)
+    return jax.ShapeDtypeStruct(shape, ring.dtype)
+
+
+def _launch(
+    sizes: Sizes, kernel: Callable[..., None], name: str, warps: int, **options: Any
+) -> Callable[..., Any]:
+    return pl.pallas_call(
+        kernel,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=sizes.interpret,
+        name=name,
+        **options,
+    )
+
+
+def _token(
+    sizes: Sizes, front: _Front, state: Array, update: Array, warps: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """A token after a token."""
+    specs, shapes, aliases = front.outputs
+    states, updates = front.at.columns(sizes.kd, sizes.vd), front.at.columns(1, sizes.vd)
+    after = len(front.inputs)
+    ring, G, out, state, update = _launch(
+        sizes,
+        functools.partial(gpu_token.step, sizes),
+        "gated_delta_token",
+        warps,
+        grid=(len(state) * sizes.value_heads,),
+        in_specs=[*front.specs, states, updates],
+        out_specs=[*specs, front.at.tokens(sizes.T, sizes.vd), states, updates],
+        out_shape=[*shapes, _out(sizes, front.inputs[0]), _shape_of(state), _shape_of(update)],
+        input_output_aliases={**aliases, after: 3, after + 1: 4},
+    )(*front.inputs, state, update)
+    return out, state, update, G, ring
+
+
+def _block(
+    sizes: Sizes, front: _Front, state: Array, update: Array, tile: Tile, parts: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """A block after a block."""
+    P, kd, vh, vd, dtype = sizes.P, sizes.kd, sizes.value_heads, sizes.vd, front.inputs[0].dtype
+    programs = len(state) * vh
+
+    def made(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(state), *shape), dtype)
+
+    def small(at: _Blocks) -> list[pl.BlockSpec]:
+        """Keys and queries, scales, matrices."""
+        sides = at.head(3, P, kd, group=sizes.group)
+        return [sides, at.head(4, P), at.head(2, parts, P, P)]
+
+    specs, shapes, aliases = front.outputs
+    ring, G, *between = _launch(
+        sizes,
         functools.partial(gpu_block.prepare, sizes),
-        grid=(B * vh,),
-        in_specs=specs,
-        out_specs=[
-            of_ring, of_G, at.head(3, padded, kd, group=sizes.group), at.head(padded, vd),
-            at.head(4, padded), at.head(2, parts, padded, padded),
-        ],
+        "gated_delta_prepare",
+        tile.prepare_warps,
+        grid=(programs,),
+        in_specs=front.specs,
+        out_specs=[*specs, *small(front.at), front.at.head(P, vd)],
         out_shape=[
-            *shaped(ring, G), made(key_heads, 3, padded, kd), made(vh, padded, vd),
-            made(vh, 4, padded, dtype=jnp.float32), made(vh, 2, parts, padded, padded),
+            *shapes, made(sizes.key_heads, 3, P, kd), made(vh, 4, P, dtype=jnp.float32),
+            made(vh, 2, parts, P, P), made(vh, P, vd),
         ],
-        input_output_aliases={0: 0, 10: 1},
-        compiler_params=plt.CompilerParams(num_warps=tile.prepare_warps, num_stages=1),
-        interpret=interpret,
-        name="gated_delta_prepare",
-    )(*inputs)  # fmt: skip
-    at = _Blocks(lambda column, i: (i // vh, i % vh), lambda column, i: column)
-    states, updates = at.columns(kd, tile.columns), at.columns(records, tile.columns)
-    out, state, update = pl.pallas_call(
+        input_output_aliases=aliases,
+    )(*front.inputs)  # fmt: skip
+    at = _Blocks(lambda _, i: (i // vh, i % vh), lambda column, _: column)
+    states, updates = at.columns(kd, tile.columns), at.columns(sizes.records, tile.columns)
+    pending = front.inputs[-2]
+    out, state, update = _launch(
+        sizes,
         functools.partial(gpu_block.advance, sizes, parts, min(tile.keys, kd)),
-        grid=(vd // tile.columns, B * vh),
-        in_specs=[
-            states, updates, at.head(3, padded, kd, group=sizes.group),
-            at.columns(padded, tile.columns), at.head(4, padded),
-            at.head(2, parts, padded, padded), at.of_row(),
-        ],
-        out_specs=[at.tokens(T, tile.columns), states, updates],
-        out_shape=[out, *shaped(state, update)],
+        "gated_delta_advance",
+        tile.warps,
+        grid=(vd // tile.columns, programs),
+        in_specs=[states, updates, *small(at), at.columns(P, tile.columns), at.of_row()],
+        out_specs=[at.tokens(sizes.T, tile.columns), states, updates],
+        out_shape=[_out(sizes, ring), _shape_of(state), _shape_of(update)],
         input_output_aliases={0: 1, 1: 2},
-        compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=1),
-        interpret=interpret,
-        name="gated_delta_advance",
-    )(state, update, sides, v, scales, matrices, pending)  # fmt: skip
+    )(state, update, *between, pending)
     return out, state, update, G, ring

@@ -118,7 +118,7 @@ def _convolved_once(
 def prepare(
     sizes: Sizes, ring_ref: Any, new_ref: Any, kernel_ref: Any, a_ref: Any, b_ref: Any,
     A_log_ref: Any, dt_bias_ref: Any, length_ref: Any, count_ref: Any, pending_ref: Any, G_ref: Any,
-    ring_out: Any, G_out: Any, sides_out: Any, v_out: Any, scales_out: Any, matrices_out: Any,
+    ring_out: Any, G_out: Any, sides_out: Any, scales_out: Any, matrices_out: Any, v_out: Any,
 ) -> None:  # fmt: skip
     """The program of one value head of one row."""
     P, head = sizes.P, pl.program_id(0) % sizes.value_heads
@@ -143,7 +143,6 @@ def prepare(
     row = lax.broadcasted_iota(jnp.int32, (P, P), 0)
     column = lax.broadcasted_iota(jnp.int32, (P, P), 1)
     G = jnp.sum(jnp.where(column <= row, g[None, :], 0.0), axis=1)
-    plt.store(G_out.at[index], jnp.where(real, G, 0.0), mask=index < sizes.records)
     scales_out[PENDING] = weight * inverse_norm(old_keys)
     scales_out[KEY], scales_out[QUERY] = jnp.exp(G) * k_norm, jnp.exp(G) * q_norm
     scales_out[FADE] = jnp.broadcast_to(jnp.exp(last), (P,))
@@ -155,6 +154,8 @@ def prepare(
     for place, matrix in ((INVERSE, inverse), (MIXED, mixed)):
         for number, part in enumerate(_split(matrix, q.dtype, matrices_out.shape[1])):
             matrices_out[place, number] = part
+    # Last, when every warp has read what stands there.
+    plt.store(G_out.at[index], jnp.where(real, G, 0.0), mask=index < sizes.records)
 
 
 def _add_products(
@@ -188,8 +189,8 @@ def _turned(first: int, rows: int, columns: int) -> tuple[Array, Array]:
 
 
 def advance(
-    sizes: Sizes, parts: int, keys: int, state_ref: Any, update_ref: Any, sides_ref: Any, v_ref: Any,
-    scales_ref: Any, matrices_ref: Any, pending_ref: Any, out_ref: Any, state_out: Any,
+    sizes: Sizes, parts: int, keys: int, state_ref: Any, update_ref: Any, sides_ref: Any,
+    scales_ref: Any, matrices_ref: Any, v_ref: Any, pending_ref: Any, out_ref: Any, state_out: Any,
     update_out: Any,
 ) -> None:  # fmt: skip
     """The program of some columns of the state of one value head of one row."""

@@ -70,5 +70,5 @@ def test_an_unsupported_width_is_named():
 
 def test_a_block_wider_than_its_records_is_named():
     case = Case(name="wide", lengths=(4,), pending=(0,), T=2, tokens=3)
-    with pytest.raises(ValueError, match="3 tokens.*records of 2"):
+    with pytest.raises(ValueError, match=r"3 tokens.*records of 2"):
         run(case, jnp.float32, "reference")
