@@ -7,6 +7,7 @@ ring by position, as keys are, so nothing of them needs undoing.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, no_type_check
@@ -108,7 +109,7 @@ class Qwen35:
         (r"(embed_tokens|lm_head)\.embedding$", ("model", None)),
         (r"layers\.\d+\.mlp\.gate_up_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.self_attn\.[qkv]_proj\.kernel$", (None, "model")),
-        (r"layers\.\d+\.linear_attn\.in_proj_(qkv|z)\.kernel$", (None, "model")),
+        (r"layers\.\d+\.linear_attn\.in_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.(mlp\.down_proj|self_attn\.o_proj)\.kernel$", ("model", None)),
         (r"layers\.\d+\.linear_attn\.out_proj\.kernel$", ("model", None)),
     )
@@ -310,24 +311,29 @@ class Qwen35:
             rules += _layer_rules(at, path, kind)
             rules += gated_mlp(f"{at}mlp.", (*path, "mlp"), self.config.intermediate_size)
             if kind == "linear_attention":
-                rules += self._gate_rules(f"{prefix}layers.{index}.linear_attn.", index)
+                rules += self._delta_rules(f"{prefix}layers.{index}.linear_attn.", index)
         return rules + tower_rules(self.config.vision)
 
-    def _gate_rules(self, prefix: str, layer: int) -> list[Rule]:
-        """Both gates of a delta layer lie in one parameter."""
-        heads = self.config.linear_num_value_heads
-        path = ("layers", layer, "linear_attn", "in_proj_ba", "kernel")
+    def _delta_rules(self, prefix: str, layer: int) -> list[Rule]:
+        """All projections into a delta layer lie in one parameter, in the layer's order."""
+        config, path = self.config, ("layers", layer, "linear_attn", "in_proj", "kernel")
+        heads = config.linear_num_value_heads
+        widths = {
+            "qkv": config.delta_channels,
+            "z": heads * config.linear_value_head_dim,
+            "b": heads,
+            "a": heads,
+        }
+        ends = list(itertools.accumulate(widths.values(), initial=0))
         return [
-            Rule(f"{prefix}in_proj_b.weight", path, TRANSPOSE, (0, heads)),
-            Rule(f"{prefix}in_proj_a.weight", path, TRANSPOSE, (heads, 2 * heads)),
+            Rule(f"{prefix}in_proj_{name}.weight", path, TRANSPOSE, columns)
+            for name, columns in zip(widths, itertools.pairwise(ends), strict=True)
         ]
 
 
 _LINEAR = {
     "full_attention": tuple(f"self_attn.{name}_proj" for name in "qkvo"),
-    "linear_attention": tuple(
-        f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")
-    ),
+    "linear_attention": ("linear_attn.out_proj",),
 }
 _PLAIN = {
     "full_attention": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import GatedRMSNorm
 from mmflash_jax.layers.tree import along
@@ -24,6 +23,7 @@ from pallas_kernels.gated_delta import (
     from_ring,
     gates,
     queries_keys_values,
+    to_ring,
 )
 
 
@@ -81,11 +81,10 @@ class GatedDeltaNet(nnx.Module):
         self.value_dim = config.linear_value_head_dim
         self.taps = config.linear_conv_kernel_dim
         width, values = config.hidden_size, self.value_heads * self.value_dim
-        self.in_proj_qkv = linear(width, config.delta_channels, dtype=dtype, rngs=rngs)
-        self.in_proj_z = linear(width, values, dtype=dtype, rngs=rngs)
-        # Write strengths and decays, side by side: apart they are two products of 32 columns, which
-        # take a launch each, and one more to add its splits.
-        self.in_proj_ba = linear(width, 2 * self.value_heads, dtype=dtype, rngs=rngs)
+        # Side by side: inputs of the convolution, output gate, write strengths, decays. Apart they
+        # would be three products, and the kernel would be handed a copy of a slice.
+        joined = config.delta_channels + values + 2 * self.value_heads
+        self.in_proj = linear(width, joined, dtype=dtype, rngs=rngs)
         self.conv1d = nnx.Param(jnp.zeros((self.taps, config.delta_channels), dtype))
         # Checkpoints keep the decay parameters wide; a rounded A_log shifts every step's decay.
         self.A_log = nnx.Param(jnp.zeros((self.value_heads,), jnp.float32))
@@ -100,34 +99,35 @@ class GatedDeltaNet(nnx.Module):
         B, T, _ = x.shape
         drafted = self._verify if now.parents is None else self._verify_tree
         run = self._absorb if decided else drafted
-        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
-        b, a = jnp.split(self.in_proj_ba(x), 2, axis=-1)
-        out, after = run(qkv, a, b, cache, now)
+        projected = self.in_proj(x)
+        out, after = run(projected, cache, now)
+        channels, width = self.conv1d.shape[1], self.value_heads * self.value_dim
+        z = projected[..., channels : channels + width]
         z = z.reshape(B, T, self.value_heads, self.value_dim)
         return self.out_proj(self.norm(out, z).reshape(B, T, -1)), after
 
+    def _apart(self, projected: Float[Array, "B T width"]) -> tuple[Array, Array, Array]:
+        """The convolution's inputs, write strengths and decays of a joined projection."""
+        b, a = jnp.split(projected[..., -2 * self.value_heads :], 2, axis=-1)
+        return projected[..., : self.conv1d.shape[1]], b, a
+
     def _verify(
-        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
-        b: Float[Array, "B T vh"], cache: DeltaCache, now: Pass,
-    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
+        self, projected: Float[Array, "B T width"], cache: DeltaCache, now: Pass
+    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:
         """Fold in what stayed of the last block, then run this one without deciding on it."""
-        rows = _write_ring(cache.rows, qkv, now.length, now.count)
-        # Padding makes up for a block narrower than the cache's; no real token looks that far.
-        T, block = qkv.shape[1], cache.updates.shape[2]
-        a, b = (jnp.pad(x, ((0, 0), (0, block - T), (0, 0))) for x in (a, b))
-        out, state, updates, decay = gated_delta_step(
-            rows, self.conv1d[...], a, b, self.A_log[...], self.dt_bias[...], cache.state,
-            cache.updates, cache.decay, now.length, now.pending, key_heads=self.key_heads,
-            kernels=now.kernels,
+        out, state, updates, decay, rows = gated_delta_step(
+            cache.rows, projected, self.conv1d[...], self.A_log[...], self.dt_bias[...],
+            cache.state, cache.updates, cache.decay, now.length, now.count, now.pending,
+            key_heads=self.key_heads, kernels=now.kernels,
         )  # fmt: skip
-        return out[:, :T], DeltaCache(state=state, updates=updates, decay=decay, rows=rows)
+        return out, DeltaCache(state=state, updates=updates, decay=decay, rows=rows)
 
     def _verify_tree(
-        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
-        b: Float[Array, "B T vh"], cache: DeltaCache, now: Pass,
-    ) -> tuple[Float[Array, "B T vh vd"], DeltaTree]:  # fmt: skip
+        self, projected: Float[Array, "B T width"], cache: DeltaCache, now: Pass
+    ) -> tuple[Float[Array, "B T vh vd"], DeltaTree]:
         """`_verify` where every node of a tree continues its own branch."""
         assert now.parents is not None
+        qkv, b, a = self._apart(projected)
         out, state, updates, decay = gated_delta_tree(
             cache.rows, qkv, self.conv1d[...], a, b, self.A_log[...], self.dt_bias[...],
             cache.state, cache.updates, cache.decay, now.length, now.pending, now.parents,
@@ -143,10 +143,10 @@ class GatedDeltaNet(nnx.Module):
         return out, DeltaTree(cache=after, rows=qkv)
 
     def _absorb(
-        self, qkv: Float[Array, "B T channels"], a: Float[Array, "B T vh"],
-        b: Float[Array, "B T vh"], cache: DeltaCache, now: Pass,
-    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:  # fmt: skip
+        self, projected: Float[Array, "B T width"], cache: DeltaCache, now: Pass
+    ) -> tuple[Float[Array, "B T vh vd"], DeltaCache]:
         """Run decided tokens in chunks; nothing is pending afterwards."""
+        qkv, b, a = self._apart(projected)
         kernel = self.conv1d[...]
         state = fold_pending(
             cache.rows, kernel, cache.state, cache.updates, cache.decay, now.length, now.pending,
@@ -164,17 +164,8 @@ class GatedDeltaNet(nnx.Module):
             state=state,
             updates=jnp.zeros_like(cache.updates),
             decay=jnp.zeros_like(cache.decay),
-            rows=_write_ring(cache.rows, qkv, now.length, now.count),
+            rows=to_ring(cache.rows, qkv, now.length, now.count),
         )
-
-
-def _write_ring(
-    rows: Float[Array, "B slots channels"],
-    new: Float[Array, "B T channels"],
-    length: Int[Array, " B"],
-    count: Int[Array, " B"],
-) -> Float[Array, "B slots channels"]:
-    return write_rows(rows[:, None], new[:, :, None], length, count, ring=True)[:, 0]
 
 
 def commit_delta(
@@ -193,5 +184,5 @@ def commit_delta(
         state=cache.state,
         updates=cache.updates.at[:, :, :count].set(updates),
         decay=cache.decay.at[:, :, :count].set(decay),
-        rows=_write_ring(cache.rows, along(path, tree.rows), length, keep),
+        rows=to_ring(cache.rows, along(path, tree.rows), length, keep),
     )

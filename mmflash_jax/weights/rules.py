@@ -110,8 +110,10 @@ def import_params(
     params: Params = {}
     for path, parts in _by_path(rules).items():
         dtype, placing = wanted[path].dtype, sharding(path)
-        if len(parts) == 1:
-            leaf = _place(store[parts[0].hf], parts[0].via, dtype, placing)
+        if placing is None or len(parts) == 1:
+            # Joined on the device, where transposing is fast.
+            leaves = [_place(store[part.hf], part.via, dtype, placing) for part in parts]
+            leaf = leaves[0] if len(parts) == 1 else jnp.concatenate(leaves, axis=-1)
         else:
             views = [part.via.to_ours(store[part.hf]) for part in parts]
             leaf = _place(np.concatenate(views, axis=-1), IDENTITY, dtype, placing)

@@ -1,262 +1,256 @@
-"""A step of the gated delta rule as a Pallas kernel for NVIDIA GPUs (Triton backend).
+"""A step of the gated delta rule on NVIDIA GPUs (Pallas, Triton backend): what is launched.
 
-A program takes one value head of one batch row. Its state is in registers while the last block is
-folded in, written, and read by the new block. States and blocks are turned
-(columns of the state become rows): 16 tokens are the short side of every product, and Triton gives
-a row of a product to one warp.
-
-Every product has the accuracy of fp32 (one TF32 product would cost three digits of the state).
-Queries and keys are rounded to the dtype of the ring before they are normalised, so in bf16 they go
-into products as they are, without error, the other side in three bf16 parts; norms follow after.
-Other products run as three TF32 products.
+A token after a token is one kernel (`gpu_token`), a block two (`gpu_block`). Both take the new
+tokens' convolution inputs from where a projection left them and put them into the ring themselves.
+State, records and ring are updated in place.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gated_delta import gpu_block, gpu_token
+from pallas_kernels.gated_delta.gpu_inputs import Sizes
+
 # The smallest side of a tensor-core product.
 LEAST = 16
+# Streaming multiprocessors of an H200.
+PROCESSORS = 132
 
 
-def obstacle(a: Array, state: Array, update: Array) -> str | None:
+def obstacle(ring: Array, kernel: Array, state: Array, update: Array) -> str | None:
     """Why the kernel cannot take these arguments."""
     for name, width in zip(("key", "value"), state.shape[2:], strict=True):
         if width < LEAST or width & (width - 1):
             return f"{name} width {width} is no power of two from {LEAST} on"
-    if a.shape[1] != update.shape[2]:
-        return f"a block of {a.shape[1]} tokens follows one of {update.shape[2]}"
+    needed = kernel.shape[0] - 1 + 2 * update.shape[2]
+    if ring.shape[1] < needed:
+        return f"a ring of {ring.shape[1]} slots is smaller than the {needed} of two blocks"
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """T tokens padded to P rows."""
+@dataclass(frozen=True)
+class Tile:
+    """How a block is cut up.
 
-    T: int
-    P: int
-    taps: int
-    slots: int
-    key_heads: int
-    value_heads: int
-    kd: int
-    vd: int
-    interpret: bool
+    columns: of the state, of one program of `advance`.
+    keys: rows of the state that it has in registers at a time.
+    warps: of a program of `advance`.
+    prepare_warps: of a program of `prepare`.
+    """
 
-
-def _dots(sizes: _Sizes, x: Array, *sides: Array) -> list[Array]:
-    """fp32 products of `[m, k]` in fp32 with `[k, n]` in the ring's dtype or fp32."""
-    if sizes.P == 1:
-        wide = [y.astype(jnp.float32).reshape(1, x.shape[1]) for y in sides]
-        return [jnp.sum(x * y, axis=1)[:, None] for y in wide]
-    if sides[0].dtype == jnp.float32:
-        # The interpreter's backends know full fp32 only.
-        exact, three = lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-        return [plt.dot(x, y, precision=exact if sizes.interpret else three) for y in sides]
-    totals = [jnp.zeros((), jnp.float32)] * len(sides)
-    # One part after the other, so that only one takes registers.
-    for _ in range(3):
-        part = x.astype(sides[0].dtype)
-        totals = [total + plt.dot(part, y) for total, y in zip(totals, sides, strict=True)]
-        x = x - part.astype(jnp.float32)
-    return totals
+    columns: int
+    keys: int
+    warps: int
+    prepare_warps: int
 
 
-def _dot(sizes: _Sizes, x: Array, y: Array) -> Array:
-    """`_dots` with one other side."""
-    if x.shape[1] == 1:
-        return x * y.astype(jnp.float32)
-    return _dots(sizes, x, y)[0]
+def own_tile(rows: int, heads: int, value_width: int) -> Tile:
+    """Wide tiles share what they read beside the state; narrow ones keep all processors busy."""
+    columns = min(64, value_width)
+    while columns > LEAST and rows * heads * (value_width // columns) < PROCESSORS:
+        columns //= 2
+    return Tile(columns=columns, keys=64, warps=columns // LEAST, prepare_warps=4)
 
 
-def _gram(sizes: _Sizes, x: Array, y: Array) -> Array:
-    """fp32 products of the rows of two `[P, k]` in the ring's dtype."""
-    if sizes.P == 1:
-        product = jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
-        return product[:, None]
-    if x.dtype == jnp.float32:
-        return _dot(sizes, x, y.T)
-    return plt.dot(x, y.T)
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks of a program's row and head; `place` gives both from the indices of the grid."""
 
+    place: Callable[..., tuple[Any, Any]]
+    column: Callable[..., Any] = lambda *_: 0
 
-def _convolved(
-    sizes: _Sizes, ring_ref: Any, kernel_ref: Any, once: Array,
-    *parts: tuple[Array, Array, Array, int],
-) -> list[Array]:  # fmt: skip
-    """SiLU of the convolution, in the ring's dtype, of parts: positions, which are real, the first
-    channel and their number."""
+    def row(self, *shape: int) -> pl.BlockSpec:
+        """All of a batch row."""
+        return pl.BlockSpec((None, *shape), lambda *i: (self.place(*i)[0], *(0 for _ in shape)))
 
-    def add(tap: int, total: Array, part: tuple[Array, Array, Array, int]) -> Array:
-        position, real, channel, width = part
-        at = position + (tap - (sizes.taps - 1))
-        known = jnp.broadcast_to((real & (at >= 0))[:, None], total.shape)
-        slot = lax.rem(at + sizes.slots, sizes.slots)
-        where = ring_ref.at[slot[:, None], (channel + jnp.arange(width))[None, :]]
-        row = plt.load(where, mask=known, other=0.0)
-        weight = kernel_ref[tap, pl.ds(channel, width)]
-        return total + row.astype(jnp.float32) * weight.astype(jnp.float32)[None, :]
+    def head(self, *shape: int, group: int = 1) -> pl.BlockSpec:
+        """All of a head; of the head that `group` heads share."""
 
-    def all_taps(_: Array, totals: list[Array]) -> list[Array]:
-        for tap in range(sizes.taps):
-            totals = [add(tap, total, part) for total, part in zip(totals, parts, strict=True)]
-        return totals
+        def index(*i: Any) -> tuple[Any, ...]:
+            row, head = self.place(*i)
+            return row, head // group, *(0 for _ in shape)
 
-    # A loop of one turn, which the compiler cannot know: Triton would compute straight-line sums in
-    # the layout of a product's side, of which every warp holds all, and run out of registers.
-    starts = [jnp.zeros((part[0].shape[0], part[3]), jnp.float32) for part in parts]
-    totals = lax.fori_loop(0, once, all_taps, starts)
-    return [(total * jax.nn.sigmoid(total)).astype(ring_ref.dtype) for total in totals]
+        return pl.BlockSpec((None, None, *shape), index)
 
+    def columns(self, height: int, width: int) -> pl.BlockSpec:
+        """Some columns of a matrix of a head."""
+        return pl.BlockSpec(
+            (None, None, height, width), lambda *i: (*self.place(*i), 0, self.column(*i))
+        )
 
-def _norm(x: Array) -> Array:
-    """What makes rows of length one, `[P]`."""
-    wide = x.astype(jnp.float32)
-    return lax.rsqrt(jnp.sum(wide * wide, axis=1) + 1e-6)
+    def tokens(self, T: int, *width: int, first: int = 0) -> pl.BlockSpec:
+        """A head's column, or columns, for each token; heads count from `first`."""
 
+        def index(*i: Any) -> tuple[Any, ...]:
+            row, head = self.place(*i)
+            return row, 0, first + head, *(self.column(*i) for _ in width)
 
-def _tokens(ref: Any, real: Array) -> Array:
-    """A number for every token, zero where it is not `real`: what stands there is not read."""
-    values = plt.load(ref.at[jnp.arange(real.shape[0])], mask=real, other=0.0)
-    return values.astype(jnp.float32)
+        return pl.BlockSpec((None, T, None, *width), index)
 
+    def of_head(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1,), lambda *i: (self.place(*i)[1],))
 
-def _rows(ref: Any, count: int) -> Any:
-    """The first `count` rows of `ref`, which may have fewer."""
-    return ref.at[jnp.arange(count)[:, None], jnp.arange(ref.shape[-1])[None, :]]
-
-
-def _decay(G: Array, mask: Array) -> Array:
-    """exp(G_i - G_j) where `mask[i, j]`, else 0; masked first, above the diagonal it grows."""
-    difference = G[:, None] - G[None, :]
-    return jnp.where(mask, jnp.exp(jnp.where(mask, difference, 0.0)), 0.0)
-
-
-def _inverse(sizes: _Sizes, A: Array, row: Array, column: Array) -> Array:
-    """(I + A)^-1 of a strictly lower triangular `A`, by doubling block sizes."""
-    inverse = jnp.where(row == column, 1.0, 0.0)
-    width = 1
-    while width < sizes.P:
-        below = ((row // width) % 2 == 1) & (column // width == row // width - 1)
-        part = jnp.where(below, A, 0.0)
-        if width > 1:
-            part = _dot(sizes, _dot(sizes, inverse, part), inverse)
-        inverse -= part
-        width *= 2
-    return inverse
-
-
-def _step(
-    sizes: _Sizes, ring_ref: Any, kernel_ref: Any, a_ref: Any, b_ref: Any, A_log_ref: Any,
-    dt_bias_ref: Any, state_ref: Any, update_ref: Any, G_ref: Any, length_ref: Any,
-    pending_ref: Any, out_ref: Any, state_out: Any, update_out: Any, G_out: Any,
-) -> None:  # fmt: skip
-    """The program of one value head of one row."""
-    P, kd, vd = sizes.P, sizes.kd, sizes.vd
-    head = pl.program_id(0) % sizes.value_heads
-    key_channel = head // (sizes.value_heads // sizes.key_heads) * kd
-    keys = sizes.key_heads * kd
-    length, keep = length_ref[0], pending_ref[0]
-    index = jnp.arange(P)
-    real, kept = index < sizes.T, index < keep
-
-    old = _tokens(G_ref, kept)
-    last = jnp.sum(jnp.where(index == keep - 1, old, 0.0))
-    weight = jnp.where(kept, jnp.exp(jnp.where(kept, last - old, 0.0)), 0.0)
-    once = jnp.minimum(length + 1, 1)
-    position, v_channel = length + index, 2 * keys + head * vd
-    old_keys, q, k, v = _convolved(
-        sizes, ring_ref, kernel_ref, once,
-        (position - keep, kept, keys + key_channel, kd), (position, real, key_channel, kd),
-        (position, real, keys + key_channel, kd), (position, real, v_channel, vd),
-    )  # fmt: skip
-    weight *= _norm(old_keys)
-
-    q_norm, k_norm = _norm(q) * kd**-0.5, _norm(k)
-    x = _tokens(a_ref, real) + dt_bias_ref[0]
-    dt = jnp.maximum(x, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(x)))
-    g = jnp.where(real, -jnp.exp(A_log_ref[0]) * dt, 0.0)
-    beta = jnp.where(real, jax.nn.sigmoid(_tokens(b_ref, real)), 0.0)
-
-    row = lax.broadcasted_iota(jnp.int32, (P, P), 0)
-    column = lax.broadcasted_iota(jnp.int32, (P, P), 1)
-    G = jnp.sum(jnp.where(column <= row, g[None, :], 0.0), axis=1)
-    plt.store(G_out.at[index], G, mask=real)
-    through = _decay(G, column <= row) * k_norm[None, :]
-    A = jnp.where(column < row, (beta * k_norm)[:, None] * through * _gram(sizes, k, k), 0.0)
-    inverse = _inverse(sizes, A, row, column)
-    mixing = q_norm[:, None] * through * _gram(sizes, q, k)
-    k_scale, q_scale = jnp.exp(G) * k_norm, jnp.exp(G) * q_norm
-
-    wide = jnp.broadcast_to(real[:, None], (P, vd))
-    records = plt.load(_rows(update_ref, P), mask=wide & kept[:, None], other=0.0)
-    state = jnp.exp(last) * state_ref[...].T
-    state += _dot(sizes, (weight[:, None] * records).T, old_keys)
-    state_out[...] = state.T
-    told, asked = _dots(sizes, state, k.T, q.T)
-    right = beta[None, :] * (v.astype(jnp.float32).T - told * k_scale[None, :])
-    update = _dot(sizes, right, inverse.T)
-    out = asked * q_scale[None, :] + _dot(sizes, update, mixing.T)
-    plt.store(_rows(update_out, P), update.T, mask=wide)
-    plt.store(_rows(out_ref, P), out.T.astype(out_ref.dtype), mask=wide)
+    def of_row(self) -> pl.BlockSpec:
+        return pl.BlockSpec((1,), lambda *i: (self.place(*i)[0],))
 
 
 def gated_delta_step(
     ring: Float[Array, "B slots channels"],
+    projected: Float[Array, "B T width"],
     kernel: Float[Array, "taps channels"],
-    a: Float[Array, "B T vh"],
-    b: Float[Array, "B T vh"],
     A_log: Float[Array, " vh"],
     dt_bias: Float[Array, " vh"],
     state: Float[Array, "B vh kd vd"],
-    update: Float[Array, "B vh T vd"],
-    G: Float[Array, "B vh T"],
+    update: Float[Array, "B vh P vd"],
+    G: Float[Array, "B vh P"],
     length: Int[Array, " B"],
+    count: Int[Array, " B"],
     pending: Int[Array, " B"],
     *,
     key_heads: int,
     interpret: bool = False,
-    warps: int = 8,
-) -> tuple[Array, Array, Array, Array]:
-    """`pallas_kernels.gated_delta_step`; state and records are updated in place."""
-    B, slots, channels = ring.shape
-    T = a.shape[1]
+    tile: Tile | None = None,
+    token_warps: int = 8,
+    parts: int | None = None,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """`pallas_kernels.gated_delta_step`.
+
+    `parts` of an fp32 side beside one of the ring's dtype: 3 keep fp32 whole, 2 leave the state
+    2e-6 of its largest value off.
+    """
+    B, T, width = projected.shape
     vh, kd, vd = state.shape[1:]
-    sizes = _Sizes(
-        T=T, P=1 if T == 1 else max(LEAST, 1 << (T - 1).bit_length()), taps=kernel.shape[0],
-        slots=slots, key_heads=key_heads, value_heads=vh, kd=kd, vd=vd, interpret=interpret,
+    records = update.shape[2]
+    sizes = Sizes(
+        T=T, records=records, P=1 if records == 1 else max(LEAST, 1 << (records - 1).bit_length()),
+        taps=kernel.shape[0], slots=ring.shape[1], key_heads=key_heads, value_heads=vh, kd=kd,
+        vd=vd, interpret=interpret,
     )  # fmt: skip
-    # In a layer both are halves of one projection; joined again, XLA passes on the whole of it.
-    gates = jnp.concatenate([b, a], axis=-1)
-    b_tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, i % vh))
-    a_tokens = pl.BlockSpec((None, T, None), lambda i: (i // vh, 0, vh + i % vh))
-    head = pl.BlockSpec((1,), lambda i: (i % vh,))
-    batch_row = pl.BlockSpec((1,), lambda i: (i // vh,))
-    states = pl.BlockSpec((None, None, kd, vd), lambda i: (i // vh, i % vh, 0, 0))
-    updates = pl.BlockSpec((None, None, T, vd), lambda i: (i // vh, i % vh, 0, 0))
-    decays = pl.BlockSpec((None, None, T), lambda i: (i // vh, i % vh, 0))
-    outputs = pl.BlockSpec((None, T, None, vd), lambda i: (i // vh, 0, i % vh, 0))
+    at = _Blocks(lambda i: (i // vh, i % vh))
+    # The projection three times: inputs of the convolution, decays, write strengths.
+    tokens = (ring, projected, kernel, projected, projected, A_log, dt_bias)
+    specs = [
+        at.row(*ring.shape[1:]), at.row(T, width), pl.BlockSpec(kernel.shape, lambda *_: (0, 0)),
+        at.tokens(T, first=width - vh), at.tokens(T, first=width - 2 * vh), at.of_head(),
+        at.of_head(), at.of_row(), at.of_row(), at.of_row(), at.head(records),
+    ]  # fmt: skip
+    front = _Front((*tokens, length, count, pending, G), specs, at)
+    if sizes.P == 1:
+        return _token(sizes, front, state, update, token_warps)
+    tile = own_tile(B, vh, vd) if tile is None else tile
+    parts = gpu_block.parts_for(ring.dtype) if parts is None else parts
+    return _block(sizes, front, state, update, tile, parts)
+
+
+@dataclass(frozen=True)
+class _Front:
+    """What both forms take in first, the ring as the first and the running decay as the last; they
+    give these two back first. A program takes a head of a row."""
+
+    inputs: tuple[Array, ...]
+    specs: list[pl.BlockSpec]
+    at: _Blocks
+
+    @property
+    def outputs(self) -> tuple[list[pl.BlockSpec], list[jax.ShapeDtypeStruct], dict[int, int]]:
+        """Their blocks, shapes and aliases."""
+        last = len(self.inputs) - 1
+        shapes = [_shape_of(self.inputs[0]), _shape_of(self.inputs[last])]
+        return [self.specs[0], self.specs[last]], shapes, {0: 0, last: 1}
+
+
+def _shape_of(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _out(sizes: Sizes, ring: Array) -> jax.ShapeDtypeStruct:
+    shape = (ring.shape[0], sizes.T, sizes.value_heads, sizes.vd)
+    return jax.ShapeDtypeStruct(shape, ring.dtype)
+
+
+def _launch(
+    sizes: Sizes, kernel: Callable[..., None], name: str, warps: int, **options: Any
+) -> Callable[..., Any]:
     return pl.pallas_call(
-        functools.partial(_step, sizes),
-        grid=(B * vh,),
-        in_specs=[
-            pl.BlockSpec((None, slots, channels), lambda i: (i // vh, 0, 0)),
-            pl.BlockSpec((kernel.shape[0], channels), lambda _: (0, 0)),
-            a_tokens, b_tokens, head, head, states, updates, decays, batch_row, batch_row,
-        ],
-        out_specs=[outputs, states, updates, decays],
-        out_shape=[
-            jax.ShapeDtypeStruct((B, T, vh, vd), ring.dtype),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (state, update, G)),
-        ],
-        input_output_aliases={6: 1, 7: 2, 8: 3},
+        kernel,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name="gated_delta_step",
-    )(ring, kernel, gates, gates, A_log, dt_bias, state, update, G, length, pending)  # fmt: skip
+        interpret=sizes.interpret,
+        name=name,
+        **options,
+    )
+
+
+def _token(
+    sizes: Sizes, front: _Front, state: Array, update: Array, warps: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """A token after a token."""
+    specs, shapes, aliases = front.outputs
+    states, updates = front.at.columns(sizes.kd, sizes.vd), front.at.columns(1, sizes.vd)
+    after = len(front.inputs)
+    ring, G, out, state, update = _launch(
+        sizes,
+        functools.partial(gpu_token.step, sizes),
+        "gated_delta_token",
+        warps,
+        grid=(len(state) * sizes.value_heads,),
+        in_specs=[*front.specs, states, updates],
+        out_specs=[*specs, front.at.tokens(sizes.T, sizes.vd), states, updates],
+        out_shape=[*shapes, _out(sizes, front.inputs[0]), _shape_of(state), _shape_of(update)],
+        input_output_aliases={**aliases, after: 3, after + 1: 4},
+    )(*front.inputs, state, update)
+    return out, state, update, G, ring
+
+
+def _block(
+    sizes: Sizes, front: _Front, state: Array, update: Array, tile: Tile, parts: int
+) -> tuple[Array, Array, Array, Array, Array]:
+    """A block after a block."""
+    P, kd, vh, vd, dtype = sizes.P, sizes.kd, sizes.value_heads, sizes.vd, front.inputs[0].dtype
+    programs = len(state) * vh
+
+    def made(*shape: int, dtype: Any = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(state), *shape), dtype)
+
+    def small(at: _Blocks) -> list[pl.BlockSpec]:
+        """Keys and queries, scales, matrices."""
+        sides = at.head(3, P, kd, group=sizes.group)
+        return [sides, at.head(4, P), at.head(2, parts, P, P)]
+
+    specs, shapes, aliases = front.outputs
+    ring, G, *between = _launch(
+        sizes,
+        functools.partial(gpu_block.prepare, sizes),
+        "gated_delta_prepare",
+        tile.prepare_warps,
+        grid=(programs,),
+        in_specs=front.specs,
+        out_specs=[*specs, *small(front.at), front.at.head(P, vd)],
+        out_shape=[
+            *shapes, made(sizes.key_heads, 3, P, kd), made(vh, 4, P, dtype=jnp.float32),
+            made(vh, 2, parts, P, P), made(vh, P, vd),
+        ],
+        input_output_aliases=aliases,
+    )(*front.inputs)  # fmt: skip
+    at = _Blocks(lambda _, i: (i // vh, i % vh), lambda column, _: column)
+    states, updates = at.columns(kd, tile.columns), at.columns(sizes.records, tile.columns)
+    pending = front.inputs[-2]
+    out, state, update = _launch(
+        sizes,
+        functools.partial(gpu_block.advance, sizes, parts, min(tile.keys, kd)),
+        "gated_delta_advance",
+        tile.warps,
+        grid=(vd // tile.columns, programs),
+        in_specs=[states, updates, *small(at), at.columns(P, tile.columns), at.of_row()],
+        out_specs=[at.tokens(sizes.T, tile.columns), states, updates],
+        out_shape=[_out(sizes, ring), _shape_of(state), _shape_of(update)],
+        input_output_aliases={0: 1, 1: 2},
+    )(state, update, *between, pending)
+    return out, state, update, G, ring

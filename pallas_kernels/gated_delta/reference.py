@@ -105,6 +105,19 @@ def from_ring(
     return jnp.where((position >= 0)[..., None], rows, 0)
 
 
+def to_ring(
+    ring: Float[Array, "B slots channels"],
+    new: Float[Array, "B T channels"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+) -> Float[Array, "B slots channels"]:
+    """Put the first `count` of `T` rows at positions `start ..`; of more than fit the last stay."""
+    step, slots = jnp.arange(new.shape[1]), ring.shape[1]
+    wanted = (step < count[:, None]) & (step >= count[:, None] - slots)
+    slot = jnp.where(wanted, (start[:, None] + step) % slots, slots)
+    return ring.at[jnp.arange(len(ring))[:, None], slot].set(new.astype(ring.dtype), mode="drop")
+
+
 def fold_pending(
     ring: Float[Array, "B slots channels"],
     kernel: Float[Array, "taps channels"],
@@ -127,26 +140,30 @@ def fold_pending(
 
 def gated_delta_step(
     ring: Float[Array, "B slots channels"],
+    projected: Float[Array, "B T width"],
     kernel: Float[Array, "taps channels"],
-    a: Float[Array, "B T vh"],
-    b: Float[Array, "B T vh"],
     A_log: Float[Array, " vh"],
     dt_bias: Float[Array, " vh"],
     state: Float[Array, "B vh kd vd"],
     update: Float[Array, "B vh P vd"],
     G: Float[Array, "B vh P"],
     length: Int[Array, " B"],
+    count: Int[Array, " B"],
     pending: Int[Array, " B"],
     *,
     key_heads: int,
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array, Array]:
     """`pallas_kernels.gated_delta_step` in plain `jax.numpy`."""
-    taps = kernel.shape[0]
+    taps, room = kernel.shape[0], update.shape[2] - projected.shape[1]
+    new = projected[..., : ring.shape[2]]
+    b, a = jnp.split(projected[..., -2 * state.shape[1] :], 2, axis=-1)
     state = fold_pending(ring, kernel, state, update, G, length, pending, key_heads=key_heads)
-    rows = from_ring(ring, length - (taps - 1), taps - 1 + a.shape[1])
+    rows = jnp.concatenate([from_ring(ring, length - (taps - 1), taps - 1), new], axis=1)
     q, k, v = queries_keys_values(convolve(rows, kernel), key_heads, state)
     out, update, G = gated_delta_block(q, k, v, *gates(a, b, A_log, dt_bias), state)
-    return out.astype(ring.dtype), state, update, G
+    update = jnp.pad(update, ((0, 0), (0, 0), (0, room), (0, 0)))
+    G = jnp.pad(G, ((0, 0), (0, 0), (0, room)))
+    return out.astype(ring.dtype), state, update, G, to_ring(ring, new, length, count)
 
 
 def gated_delta_block(

@@ -67,23 +67,25 @@ def test_attention_of_a_node_is_that_of_its_branch(window, ring, queries):
             assert_close(got[row, place], wanted[0, len(nodes) - 1], LAYER, f"{row}, {nodes}")
 
 
+def apart(case, projected, ring):
+    """Inputs of the convolution, write strengths and decays of a joined projection."""
+    b, a = jnp.split(projected[..., -2 * case.value_heads :], 2, axis=-1)
+    return projected[..., : ring.shape[2]], b, a
+
+
 @pytest.mark.parametrize("case", SMALL[:4], ids=lambda case: case.name)
 def test_a_delta_net_node_continues_its_branch(case):
     """Outputs, and the records that a branch keeps, after a prefix of the last block."""
-    (ring, kernel, a, b, *exact), parents = case.arguments(jnp.float32, 0), None
-    length, pending = exact[-2:]
-    B, T = a.shape[:2]
-    slots = (np.asarray(length)[:, None] + np.arange(T)) % ring.shape[1]
-    new = jnp.take_along_axis(ring, slots[..., None], axis=1)
-    # What a chain would have written there must not be read.
-    clean = np.array(ring)
-    np.put_along_axis(clean, slots[..., None], 1e6, axis=1)
+    ring, projected, kernel, *exact = case.arguments(jnp.float32, 0)
+    new, b, a = apart(case, projected, ring)
+    length, counts, pending = exact[-3:]
+    B, T = projected.shape[:2]
     parents = random_parents(np.random.default_rng(1), B, T)
-    A_log, dt_bias, *records = exact[:-2]
+    A_log, dt_bias, *records = exact[:-3]
     tree = jax.jit(functools.partial(gated_delta_tree, key_heads=case.key_heads))
     step = jax.jit(functools.partial(gated_delta_step, key_heads=case.key_heads))
     out, state, update, G = tree(
-        clean, new, kernel, a, b, A_log, dt_bias, *records, length, pending, parents
+        ring, new, kernel, a, b, A_log, dt_bias, *records, length, pending, parents
     )
     for node in range(T):
         chains = [branch(parents[row], node) for row in range(B)]
@@ -92,9 +94,9 @@ def test_a_delta_net_node_continues_its_branch(case):
         def pick(x, index=index):
             return np.take_along_axis(np.asarray(x), index[..., None], axis=1)
 
-        filled = np.array(ring)
-        np.put_along_axis(filled, slots[..., None], pick(new), axis=1)
-        wanted = step(filled, kernel, pick(a), pick(b), A_log, dt_bias, *records, length, pending)
+        wanted = step(
+            ring, pick(projected), kernel, A_log, dt_bias, *records, length, counts, pending,
+        )  # fmt: skip
         assert_close(state, wanted[1], LAYER, "state")
         for row, nodes in enumerate(chains):
             count = len(nodes)
@@ -114,7 +116,9 @@ def test_a_kernel_by_name_takes_no_tree():
         attend(causal=False, parents=parents)
     case = SMALL[0]
     arguments = case.arguments(jnp.float32, 0)
-    ring, parents = arguments[0], jnp.zeros(arguments[2].shape[:2], jnp.int32)
+    ring, projected, kernel, *rest, _, pending = arguments
+    new, b, a = apart(case, projected, ring)
+    parents = jnp.zeros(new.shape[:2], jnp.int32)
     tree: Any = functools.partial(gated_delta_tree, key_heads=case.key_heads, kernels="interpret")
     with pytest.raises(KernelError, match=r"gated_delta_step.*interpret.*tree.*reference"):
-        tree(ring, ring[:, : case.T], *arguments[1:], parents)
+        tree(ring, new, kernel, a, b, *rest, pending, parents)
