@@ -16,6 +16,7 @@ from pallas_kernels.gated_delta import (
     gated_delta_step,
     gated_delta_tree,
 )
+from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.tree import ancestors_of, depths_of
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "gated_delta_sequential",
     "gated_delta_step",
     "gated_delta_tree",
+    "residual_norm",
 ]

@@ -21,8 +21,12 @@ class SwiGLU(nnx.Module):
         self.up_proj = linear(width, hidden, dtype=dtype, rngs=rngs)
         self.down_proj = linear(hidden, width, dtype=dtype, rngs=rngs)
 
+    def inner(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        """What `down_proj` takes."""
+        return jax.nn.silu(self.gate_proj(x)) * self.up_proj(x)
+
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.inner(x))
 
 
 class GeGLU(nnx.Module):
@@ -33,5 +37,9 @@ class GeGLU(nnx.Module):
         self.up_proj = linear(width, hidden, dtype=dtype, rngs=rngs)
         self.down_proj = linear(hidden, width, dtype=dtype, rngs=rngs)
 
+    def inner(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        """What `down_proj` takes."""
+        return gelu(self.gate_proj(x), approximate=True) * self.up_proj(x)
+
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return self.down_proj(gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+        return self.down_proj(self.inner(x))
