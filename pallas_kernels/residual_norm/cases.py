@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -75,7 +76,7 @@ SMALL = (
 SERVED = (
     Case(name="qwen35_plain", rows=1, width=2560, splits=8, more=1),
     Case(name="qwen35_verify", rows=16, width=2560, splits=8),
-    Case(name="qwen35_verify_8", rows=128, width=2560, splits=1),
+    Case(name="qwen35_verify_8", rows=128, width=2560, splits=8),
     Case(name="qwen35_prefill", rows=1000, width=2560, splits=1),
     Case(name="qwen3_8b", rows=16, width=4096, splits=4),
     Case(name="draft_plain", rows=16, width=2560, splits=8, norm="rounded"),
@@ -85,3 +86,43 @@ SERVED = (
     Case(name="gemma_e2b", rows=16, width=1536, splits=8, norm="plain", post="plain"),
 )
 """Widths of the published models: for a card."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product before the operation, to time both together."""
+
+    name: str
+    width_in: int
+    width_out: int = 2560
+    norm: Kind = "zero_centred"
+    post: Kind | None = None
+
+    def arguments(self, dtype: DTypeLike, rows: int, layers: int) -> tuple[Array, Array, list[Any]]:
+        """The stream, inputs, and of each layer its weights and both norms."""
+        keys = iter(jax.random.split(jax.random.key(0), 2 + 3 * layers))
+
+        def normal(*shape: int) -> Array:
+            return jax.random.normal(next(keys), shape, jnp.dtype(dtype))
+
+        def norm(kind: Kind | None) -> Norm | None:
+            return None if kind is None else Norm(0.3 * normal(self.width_out), 1e-6, kind)
+
+        x, inputs = normal(rows, self.width_out), normal(rows, self.width_in)
+        made = [
+            (
+                self.width_in**-0.5 * normal(self.width_in, self.width_out),
+                (norm(self.norm), norm(self.post)),
+            )
+            for _ in range(layers)
+        ]
+        return x, inputs, made
+
+
+PRODUCTS = (
+    Product(name="qwen35_o", width_in=4096),
+    Product(name="qwen35_down", width_in=9216),
+    Product(name="gemma_o", width_in=2048, norm="plain", post="plain"),
+    Product(name="gemma_down", width_in=10240, norm="plain", post="plain"),
+)
+"""Those of the published models that end in the stream."""

@@ -18,10 +18,11 @@ from pallas_kernels.residual_norm.reference import Norm, weigh
 WARPS = 4
 # Streaming multiprocessors of an H200, and products that run on one at a time.
 PROCESSORS, RESIDENT = 132, 3
-# Sides of the tiles of a product with few rows, and the fewest weights of a column in a part.
-TILE_ROWS, TILE_COLUMNS, LEAST_PART = 32, 64, 64
-# What a program can hold: columns of a row.
-MOST_COLUMNS, LEAST_STRIP = 8192, 16
+# Sides of the tiles of a product, and the fewest weights of a column in a part. With these XLA, as
+# it counts without autotuning, splits no part again: that would take the launch which parts save.
+TILE_ROWS, TILE_COLUMNS, LEAST_PART = 128, 64, 64
+# What a program can hold: columns of a row, in strips of a power of two.
+MOST_COLUMNS, MOST_STRIPS, LEAST_STRIP = 8192, 16, 16
 
 
 def splits(rows: int, width_in: int, width_out: int) -> int:
@@ -41,8 +42,12 @@ def obstacle(width: int) -> str | None:
     """Why the kernel cannot take rows of that width."""
     if width > MOST_COLUMNS:
         return f"width {width} is above {MOST_COLUMNS}, more than a program can hold"
-    if width % LEAST_STRIP:
-        return f"width {width} is no multiple of {LEAST_STRIP}"
+    strip = width & -width
+    if strip < LEAST_STRIP or width > MOST_STRIPS * strip:
+        return (
+            f"width {width} is not made of at most {MOST_STRIPS} strips of one power of two from "
+            f"{LEAST_STRIP} on"
+        )
     return None
 
 
