@@ -25,7 +25,6 @@ PROGRAMS = [
     ("qwen35", "dflash", "reference", 1),
     ("gemma4", "dflash", "gpu", 8),
     ("gemma4", "none", "reference", 1),
-    ("gemma4", "none", "gpu", 1),
     ("qwen35", "none", "gpu", 1),
 ]
 
