@@ -108,13 +108,14 @@ def _gaps(plan: Plan, params: Params, forks: Sequence[Fork]) -> list[float]:
     target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
     exact = dataclasses.replace(plan, target=target, drafter=NoDraft())
-    # One capacity and one number of rows, the last ones absent: few programs.
+    # One capacity and one number of rows and images, the last fork again and again: few programs.
     capacity = bucket(max(len(fork.known.ids) for fork in forks), 64)
-    rows = min(AT_ONCE, len(forks))
+    rows = 1 if len(forks) == 1 else AT_ONCE
     gaps: list[float] = []
     for start in range(0, len(forks), rows):
         part = forks[start : start + rows]
-        prompts = [fork.known for fork in part] + [None] * (rows - len(part))
+        filled = [*part, *[part[-1]] * (rows - len(part))]
+        prompts = [fork.known for fork in filled]
         state = run_prompts(exact, {"target": wide, "drafter": {}}, prompts, capacity=capacity)
         logits = plan.tokens_only(target.logits(wide, state.last))[: len(part), None]
         place = np.array([[fork.place] for fork in part], np.int32)

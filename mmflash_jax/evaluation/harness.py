@@ -1,10 +1,11 @@
 """Methods x benchmarks x requests in flight, each beside plain decoding in the same run."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.errors import JaxRuntimeError
 from tqdm import tqdm
 
@@ -19,16 +20,20 @@ from mmflash_jax.evaluation.methods import load_methods, name_methods
 from mmflash_jax.evaluation.records import PLAIN, Record, cell_figures, commit, key
 from mmflash_jax.evaluation.report import describe_device, versions
 from mmflash_jax.evaluation.workload import Workload, make_workload, name_benchmarks
+from mmflash_jax.layers.schema import Params
 from mmflash_jax.weights.hf_config import ConfigError
 
 log = logging.getLogger(__name__)
 
 
-def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
+def evaluate(
+    config: EvaluateConfig, on_cells: Callable[[list[Record]], object] = lambda _: None
+) -> tuple[list[Record], bool]:
     """Measure every cell that `config.output` lacks; returns all records, and if anything failed.
 
     A benchmark, method or number in flight that cannot be had is told and left out; the others are
-    measured. A failed parity is a failure too.
+    measured. A failed parity is a failure too. `on_cells` receives new records after they are
+    written.
 
     Raises:
         ConfigError: the output folder has records of other settings, or two methods one label.
@@ -65,6 +70,7 @@ def evaluate(config: EvaluateConfig) -> tuple[list[Record], bool]:
                     failed = True
                     continue
                 write(new)
+                on_cells(new)
                 records += new
     return records, failed or not all(record["parity"] for record in records)
 
@@ -137,6 +143,7 @@ def measure_cells(
         names = {
             "target": config.target, "method": label, "benchmark": work.benchmark,
             "concurrency": slots, "draft": methods[label], "block": plan.drafter.block,
+            "draft_parameters": _count(measured[label].params["drafter"]),
             "dtype": plan.target.dtype,
         }  # fmt: skip
         figures = cell_figures(
@@ -144,6 +151,11 @@ def measure_cells(
         )
         records.append(names | figures | shared)
     return records
+
+
+def _count(params: Params) -> int:
+    """Numbers of a draft's own; heads that it borrows from the target are not among them."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def take_turns(

@@ -5,6 +5,7 @@ on with the others.
 """
 
 import functools
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,8 @@ def commit() -> str | None:
 
     It is read once: files may change while a long run goes on.
     """
+    if shutil.which("git") is None:
+        return None
     told = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
