@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.residual_norm import Norm, rms_norm, rms_normalise
+from pallas_kernels import Norm, rms_norm, rms_normalise
 
 
 class RMSNorm(nnx.Module):
@@ -16,13 +16,13 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
-    @property
-    def norm(self) -> Norm:
-        """Weight and rounding steps, for `residual_norm`."""
-        return Norm(self.weight[...], self.eps, "rounded")
-
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return rms_norm(x, self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(self.weight[...], self.eps, "rounded")
 
 
 class ZeroCentredRMSNorm(nnx.Module):
@@ -36,13 +36,13 @@ class ZeroCentredRMSNorm(nnx.Module):
         self.eps = eps
         self.weight = nnx.Param(jnp.zeros((width,), dtype))
 
-    @property
-    def norm(self) -> Norm:
-        """Weight and rounding steps, for `residual_norm`."""
-        return Norm(self.weight[...], self.eps, "zero_centred")
-
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return rms_norm(x, self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(self.weight[...], self.eps, "zero_centred")
 
 
 class GemmaRMSNorm(nnx.Module):
@@ -55,13 +55,13 @@ class GemmaRMSNorm(nnx.Module):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones((width,), dtype)) if weighted else None
 
-    @property
-    def norm(self) -> Norm:
-        """Weight and rounding steps, for `residual_norm`."""
-        return Norm(None if self.weight is None else self.weight[...], self.eps, "plain")
-
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return rms_norm(x, self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(None if self.weight is None else self.weight[...], self.eps, "plain")
 
 
 class GatedRMSNorm(nnx.Module):

@@ -7,10 +7,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.choose import Kernels, implementation
+from pallas_kernels.norm import Norm
 from pallas_kernels.residual_norm import gpu, reference
-from pallas_kernels.residual_norm.reference import Norm, rms_norm, rms_normalise
 
-__all__ = ["Norm", "residual_norm", "rms_norm", "rms_normalise", "splits"]
+__all__ = ["residual_norm", "splits"]
 
 
 def splits(

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.residual_norm.reference import Kind, Norm
+from pallas_kernels.norm import Kind, Norm
 
 
 @dataclass(frozen=True, kw_only=True)

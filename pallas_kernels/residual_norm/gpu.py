@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.residual_norm.reference import Norm, weigh
+from pallas_kernels.norm import Norm, weigh
 
 WARPS = 4
 # Streaming multiprocessors of an H200, and products that run on one at a time.
@@ -53,11 +53,15 @@ def obstacle(width: int) -> str | None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a program is compiled for; norms as `Norm.static`."""
+    """What a program is compiled for; norms as `_static` has them."""
 
     post: tuple[bool, float, Any] | None
     has_factor: bool
     norm: tuple[bool, float, Any] | None
+
+
+def _static(norm: Norm | None) -> tuple[bool, float, Any] | None:
+    return None if norm is None else (norm.weight is not None, norm.eps, norm.kind)
 
 
 def _strips(ref: Any) -> list[Any]:
@@ -126,9 +130,9 @@ def residual_norm(
     """`pallas_kernels.residual_norm`; `warps` share a row."""
     R, D = x.shape
     plan = _Plan(
-        post=None if post is None else post.static,
+        post=_static(post),
         has_factor=factor is not None,
-        norm=None if norm is None else norm.static,
+        norm=_static(norm),
     )
     row, all_columns = pl.BlockSpec((None, D), lambda i: (i, 0)), pl.BlockSpec((D,), lambda _: (0,))
     optional = [
