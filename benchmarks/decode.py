@@ -84,7 +84,7 @@ def filled(plan: Plan, batch: int, capacity: int, room: int, context: Array | in
     """A state as after a prompt of `context` tokens, its caches random."""
     shapes = jax.eval_shape(
         lambda: (
-            plan.target.init_cache(batch, capacity, plan.width(batch)),
+            plan.target.init_cache(batch, capacity, plan.drafter.block),
             plan.drafter.init_state(batch, capacity),
         )
     )

@@ -24,11 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from pallas_kernels import block_attention, gated_delta_step
+from mmflash_jax.layers.linear import dot_general, product_parts
+from pallas_kernels import block_attention, gated_delta_step, residual_norm
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu as attention_gpu
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_delta import gpu as delta_gpu
+from pallas_kernels.residual_norm import cases as norm_cases
+from pallas_kernels.residual_norm import gpu as norm_gpu
 
 ALLOWED = {"bfloat16": 1e-2, "float32": 1e-5}
 LAYERS = 8
@@ -90,6 +93,12 @@ def parity(arguments: Parity) -> bool:
             missing = ~written & (np.asarray(wanted[-1], np.float32) != 0)
             errors["ring"] = float("inf") if missing.any() else errors["ring"]
             good &= _say(case.name, dtype, errors, allowed)
+        for case in norm_cases.SERVED:
+            inputs, options = case.arguments(dtype, arguments.seed)
+            run = jax.jit(residual_norm, static_argnames="kernels")
+            got, wanted = (run(*inputs, **options, kernels=k) for k in ("gpu", "reference"))
+            pairs = zip(("stream", "norm"), got, wanted, strict=True)
+            good &= _say(case.name, dtype, {n: _error(a, b) for n, a, b in pairs}, allowed)
     return good
 
 
@@ -207,6 +216,44 @@ def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
     return trials
 
 
+def _product(case: norm_cases.Product, arguments: Time, batch: int) -> list[Trial]:
+    """A product, the residual and the norm, as XLA makes them and with the kernel: only their sum
+    counts, since XLA adds up a product's splits inside the addition. Rows of plain decoding and of
+    blocks of 16; the products of `LAYERS` layers."""
+    trials = []
+    for rows in (batch, 16 * batch):
+        x, inputs, layers = case.arguments("bfloat16", rows, LAYERS)
+        own = norm_gpu.splits(rows, case.width_in, case.width_out)
+        tried = sorted({1, 2, 4, 8, 16} if arguments.tiles else {own})
+        for splits in (0, *(s for s in tried if case.width_in % (16 * s) == 0)):
+
+            def add(x: Any, inputs: Any, matrix: Any, norms: Any, splits: int = splits) -> Any:
+                norm, post = norms
+                if splits > 1:
+                    parts = product_parts(inputs, matrix, splits)
+                else:
+                    parts = dot_general(inputs, matrix, (((1,), (0,)), ((), ())))[None]
+                return residual_norm(
+                    x, parts, norm, post=post, kernels="gpu" if splits else "reference"
+                )
+
+            def loop(steps: Any, x: Any, inputs: Any, layers: Any, add: Any = add) -> Any:
+                def body(_: Any, carry: Any) -> Any:
+                    x, normed = carry
+                    for layer in layers:
+                        # The next product waits for this norm, as in a model.
+                        x, normed = add(x, inputs * normed[:, :1], *layer)
+                    return x, normed
+
+                return jax.lax.fori_loop(0, steps, body, (x, x))
+
+            name = f"{splits} splits" if splits else "reference"
+            described = {"case": case.name, "rows": rows, "tile": name, "own choice": own}
+            moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
+            trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
+    return trials
+
+
 def _compile(trial: Trial) -> Callable[..., Any] | str:
     try:
         return trial.compiled.lower(np.int32(1), *trial.arguments).compile()  # type: ignore[attr-defined]
@@ -232,6 +279,7 @@ def measure(arguments: Time) -> list[dict[str, Any]]:
     records = []
     makers: list[tuple[Sequence[Any], Any]] = [
         (attention_cases.SERVED, _attention), (delta_cases.SERVED, _delta),
+        (norm_cases.PRODUCTS, _product),
     ]  # fmt: skip
     for batch in arguments.batches:
         for cases, make in makers:

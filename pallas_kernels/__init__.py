@@ -2,8 +2,8 @@
 
 Every folder holds the public function (`__init__.py`), its reference mathematics in plain
 `jax.numpy` (`reference.py`), which is right on every backend, a kernel (`gpu.py`) and inputs on
-which the two are compared (`cases.py`). `choose.py` says which of them runs, `tree.py` what a tree
-of drafts is. The package imports nothing of `mmflash_jax`.
+which the two are compared (`cases.py`). `choose.py` says which of them runs, `norm.py` what an RMS
+norm is, `tree.py` what a tree of drafts is. The package imports nothing of `mmflash_jax`.
 """
 
 from pallas_kernels.block_attention import block_attention
@@ -16,11 +16,14 @@ from pallas_kernels.gated_delta import (
     gated_delta_step,
     gated_delta_tree,
 )
+from pallas_kernels.norm import Norm, rms_norm, rms_normalise
+from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.tree import ancestors_of, depths_of
 
 __all__ = [
     "KernelError",
     "Kernels",
+    "Norm",
     "ancestors_of",
     "block_attention",
     "commit_gated_delta",
@@ -30,4 +33,7 @@ __all__ = [
     "gated_delta_sequential",
     "gated_delta_step",
     "gated_delta_tree",
+    "residual_norm",
+    "rms_norm",
+    "rms_normalise",
 ]

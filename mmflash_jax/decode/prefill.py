@@ -181,7 +181,7 @@ def pad_prompts(
 @functools.partial(jax.jit, static_argnames=("plan", "batch", "capacity"))
 def empty_prompts(plan: Plan, batch: int, capacity: int) -> PrefillState:
     return PrefillState(
-        cache=plan.target.init_cache(batch, capacity, plan.width(batch)),
+        cache=plan.target.init_cache(batch, capacity, plan.drafter.block),
         draft=plan.drafter.init_state(batch, capacity),
         last=jnp.zeros((batch, plan.target.config.hidden_size), jnp.dtype(plan.target.dtype)),
     )

@@ -81,15 +81,6 @@ class Plan:
     vocabulary: int | None = None
     rule: Callable[..., "Acceptance"] | None = None
 
-    def width(self, batch: int) -> int:
-        """Tokens of a row in a verify pass: the block, and padding to two tokens in all.
-
-        With a single row XLA:GPU turns a product of up to eight million weights into a sum over
-        all of them times the row, which it writes to memory first, and splits every norm in two
-        (docs/performance.md).
-        """
-        return 2 if batch * self.drafter.block == 1 else self.drafter.block
-
     def tokens_only(self, logits: Float[Array, "*b V"]) -> Float[Array, "*b V"]:
         """Logits that exclude padding rows of the head."""
         if self.vocabulary is None or self.vocabulary >= logits.shape[-1]:

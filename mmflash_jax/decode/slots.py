@@ -111,8 +111,7 @@ def empty_slots(plan: Plan, shape: Shape) -> DecodeState:
         steps=zero,
         committed=jnp.zeros((B, plan.drafter.block), jnp.int32),
         drafted=jnp.zeros((B, N), bool),
-        # For the widest pass of any number of rows, also of the one row that `insert` writes.
-        cache=plan.target.init_cache(B, N, plan.width(1)),
+        cache=plan.target.init_cache(B, N, plan.drafter.block),
         draft=plan.drafter.init_state(B, N),
         sampling=jax.tree.map(jnp.asarray, pack([GREEDY] * B)),
         adjustments=jax.tree.map(jnp.asarray, gather_adjustments([(NEUTRAL, nothing)] * B, V)),

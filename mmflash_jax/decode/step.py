@@ -79,9 +79,7 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> Proposal:
 def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -> Verification:
     """One target pass over the anchor and its drafts, a chain or a tree."""
     target, parents = plan.target, proposal.parents
-    block = plan.drafter.block
     ids = jnp.concatenate([state.anchor[:, None], proposal.ids], axis=1)
-    ids = jnp.pad(ids, ((0, 0), (0, plan.width(len(ids)) - block)))
     after = jnp.arange(ids.shape[1]) if parents is None else depths_of(ancestors_of(parents))
     out = target.forward(
         params["target"],
@@ -89,12 +87,12 @@ def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -
         _positions(plan, state, after),
         state.cache,
         state.length,
-        jnp.where(state.running, block, 0),
+        jnp.where(state.running, plan.drafter.block, 0),
         capture=plan.drafter.capture,
         parents=parents,
     )
-    logits = plan.tokens_only(target.logits(params["target"], out.hidden)[:, :block])
-    return Verification(logits=logits, features=out.features[:, :block], cache=out.cache)
+    logits = plan.tokens_only(target.logits(params["target"], out.hidden))
+    return Verification(logits=logits, features=out.features, cache=out.cache)
 
 
 def commit(

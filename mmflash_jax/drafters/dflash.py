@@ -24,6 +24,7 @@ from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
+from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
@@ -55,19 +56,24 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B A T D"],
+        normed: Float[Array, "B A T D"],
         k_context: Float[Array, "B K S H"],
         v_context: Float[Array, "B K S H"],
         start: Int[Array, "B A"],
         angles: Float[Array, "R T half"],
-        first: Int[Array, "B A"] | None = None,
-        kernels: Kernels = "reference",
-    ) -> Float[Array, "B A T D"]:
-        """`A` blocks of each row over its one context; `R` is `B * A`."""
+        first: Int[Array, "B A"] | None,
+        following: RMSNorm,
+        kernels: Kernels,
+    ) -> tuple[Float[Array, "B A T D"], Float[Array, "B A T D"]]:
+        """`A` blocks of each row over its one context; `R` is `B * A`.
+
+        The stream and its norm, `input_layernorm` before and the `following` one behind.
+        """
         attention = self.self_attn
         B, A, T, D = x.shape
-        normed = self.input_layernorm(x).reshape(B * A, T, D)
-        q = attention.queries(normed, angles)
-        k, v = attention.keys_values(normed, angles)
+        rows = normed.reshape(B * A, T, D)
+        q = attention.queries(rows, angles)
+        k, v = attention.keys_values(rows, angles)
         q, k, v = (part.reshape(B, A, *part.shape[1:]) for part in (q, k, v))
 
         def attend(q: Array, k: Array, v: Array, start: Array, first: Array | None) -> Array:
@@ -81,8 +87,10 @@ class DecoderLayer(nnx.Module):
             )  # fmt: skip
 
         mixed = jax.vmap(attend, in_axes=1, out_axes=1)(q, k, v, start, first)
-        x = x + attention.o_proj(mixed.reshape(B, A, T, -1))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        add = functools.partial(add_product, kernels=kernels)
+        mixed = mixed.reshape(B, A, T, -1)
+        x, normed = add(x, attention.o_proj, mixed, self.post_attention_layernorm)
+        return add(x, self.mlp.down_proj, self.mlp.inner(normed), following)
 
 
 class Model(nnx.Module):
@@ -129,9 +137,11 @@ class Model(nnx.Module):
         and from `first[:, a]` on if that is given."""
         B, A, T, _ = x.shape
         angles = self._angles(start.reshape(B * A, 1) + jnp.arange(T))
-        for layer, k, v in zip(self.layers, state.k, state.v, strict=True):
-            x = layer(x, k, v, start, angles, first, kernels)
-        return self.norm(x)
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        normed = norms[0](x)
+        for layer, k, v, following in zip(self.layers, state.k, state.v, norms[1:], strict=True):
+            x, normed = layer(x, normed, k, v, start, angles, first, following, kernels)
+        return normed
 
 
 @runtime_checkable

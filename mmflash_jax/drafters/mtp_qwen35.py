@@ -35,6 +35,7 @@ from mmflash_jax.layers.gated_attention import GatedAttention
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
+from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
@@ -146,12 +147,15 @@ class DecoderLayer(nnx.Module):
         angles: Float[Array, "B T half"],
         length: Int[Array, " B"],
         count: Int[Array, " B"],
+        following: ZeroCentredRMSNorm,
         kernels: Kernels,
     ) -> tuple[Float[Array, "B T D"], AttentionCache]:
+        """The output, through the `following` norm."""
         normed = self.input_layernorm(x)
         mixed, cache = self.self_attn(normed, cache, angles, length, count, kernels)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), cache
+        add = functools.partial(add_product, kernels=kernels)
+        x, normed = add(x, self.self_attn.o_proj, mixed, self.post_attention_layernorm)
+        return add(x, self.mlp.down_proj, self.mlp.inner(normed), following)[1], cache
 
 
 class Model(nnx.Module):
@@ -184,8 +188,7 @@ class Model(nnx.Module):
         angles = mrope_angles(positions, c.rope_theta, c.rotary_dim, c.mrope_section)
         halves = [self.pre_fc_norm_embedding(rows), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(jnp.concatenate(halves, axis=-1))
-        x, cache = self.layers[0](x, cache, angles, length, count, kernels)
-        return self.norm(x), cache
+        return self.layers[0](x, cache, angles, length, count, self.norm, kernels)
 
 
 @runtime_checkable

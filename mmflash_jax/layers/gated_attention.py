@@ -19,7 +19,8 @@ from pallas_kernels import Kernels, block_attention
 
 
 class GatedAttention(nnx.Module):
-    """Full attention with normed queries and keys and a sigmoid gate on its output."""
+    """Full attention with normed queries and keys and a sigmoid gate on its output, which `o_proj`
+    has yet to take."""
 
     def __init__(self, config: AttentionShape, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
@@ -41,7 +42,7 @@ class GatedAttention(nnx.Module):
         length: Int[Array, " B"],
         count: Int[Array, " B"],
         kernels: Kernels,
-    ) -> tuple[Float[Array, "B T D"], AttentionCache]:
+    ) -> tuple[Float[Array, "B T inner"], AttentionCache]:
         """Output of T tokens from `length` on, and the cache with the first `count` of them."""
         out, rows = self.attend(x, cache, angles, length, None, kernels)
         return out, write_cache(cache, rows.k, rows.v, length, count)
@@ -54,7 +55,7 @@ class GatedAttention(nnx.Module):
         length: Int[Array, " B"],
         parents: Int[Array, "B T"] | None,
         kernels: Kernels,
-    ) -> tuple[Float[Array, "B T D"], BlockRows]:
+    ) -> tuple[Float[Array, "B T inner"], BlockRows]:
         """Output of T tokens, a chain or a tree, whose keys and values wait beside the cache."""
         B, T, _ = x.shape
         # Query and gate sit side by side inside each head, not in two halves of the projection.
@@ -68,4 +69,4 @@ class GatedAttention(nnx.Module):
             parents=parents, scale=self.head_dim**-0.5, causal=True, kernels=kernels,
         )  # fmt: skip
         gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
-        return self.o_proj(gated), BlockRows(cache=cache, k=k, v=v)
+        return gated, BlockRows(cache=cache, k=k, v=v)

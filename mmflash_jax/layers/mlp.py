@@ -30,9 +30,13 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = linear(width, 2 * hidden, dtype=dtype, rngs=rngs)
         self.down_proj = linear(hidden, width, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    def inner(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        """What `down_proj` takes."""
         gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(type(self).activation(gate) * up)
+        return type(self).activation(gate) * up
+
+    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+        return self.down_proj(self.inner(x))
 
 
 class SwiGLU(GatedMLP):

@@ -6,11 +6,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-
-def rms_normalise(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
-    """`x / sqrt(mean(x^2) + eps)` over the last axis, in fp32."""
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+from pallas_kernels import Norm, rms_norm, rms_normalise
 
 
 class RMSNorm(nnx.Module):
@@ -21,13 +17,19 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return rms_normalise(x, self.eps).astype(x.dtype) * self.weight[...].astype(x.dtype)
+        return rms_norm(x, self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(self.weight[...], self.eps, "rounded")
 
 
 class ZeroCentredRMSNorm(nnx.Module):
     """Normalise, times `1 + weight`, all in fp32, round once (Qwen3_5RMSNorm).
 
-    The stored weight stays as it is in the checkpoint; the one is added here and nowhere else.
+    The stored weight stays as it is in the checkpoint; the one is added by `rms_norm` and nowhere
+    else.
     """
 
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
@@ -35,8 +37,12 @@ class ZeroCentredRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        weight = self.weight[...].astype(jnp.float32)
-        return (rms_normalise(x, self.eps) * (1.0 + weight)).astype(x.dtype)
+        return rms_norm(x, self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(self.weight[...], self.eps, "zero_centred")
 
 
 class GemmaRMSNorm(nnx.Module):
@@ -50,10 +56,12 @@ class GemmaRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype)) if weighted else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        normed = rms_normalise(x, self.eps)
-        if self.weight is not None:
-            normed = normed * self.weight[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
+        return rms_norm(x, self.norm)
+
+    @property
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(None if self.weight is None else self.weight[...], self.eps, "plain")
 
 
 class GatedRMSNorm(nnx.Module):

@@ -22,6 +22,7 @@ from mmflash_jax.layers.capture import join_captured
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import GeGLU, gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
+from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
 from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
@@ -58,7 +59,8 @@ def _times(x: Float[Array, "*batch"], factor: float) -> Float[Array, "*batch"]:
 
 
 class Attention(nnx.Module):
-    """Attention without a score scale: queries and keys are normed, values too."""
+    """Attention without a score scale: queries and keys are normed, values too. `o_proj` has yet to
+    take its output."""
 
     def __init__(self, config: Config, layer: Layer, index: int, *, dtype: jnp.dtype,
                  rngs: nnx.Rngs):  # fmt: skip
@@ -92,7 +94,7 @@ class Attention(nnx.Module):
         length: Int[Array, " B"],
         parents: Int[Array, "B T"] | None,
         kernels: Kernels,
-    ) -> Float[Array, "B T D"]:
+    ) -> Float[Array, "B T inner"]:
         B, T, _ = x.shape
         q = apply_rotary(self.q_norm(self.q_proj(x).reshape(B, T, self.heads, -1)), angles)
         mixed = block_attention(
@@ -100,7 +102,7 @@ class Attention(nnx.Module):
             v_block=context.v, length=length, parents=parents, scale=1.0, causal=True,
             window=self.layer.window, ring=self.layer.window is not None, kernels=kernels,
         )  # fmt: skip
-        return self.o_proj(mixed.reshape(B, T, -1))
+        return mixed.reshape(B, T, -1)
 
 
 class DecoderLayer(nnx.Module):
@@ -122,26 +124,38 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
+        normed: Float[Array, "B T D"],
         per_layer: Float[Array, "B T E"],
         angles: Float[Array, "B T half"],
         cache: AttentionCache | BlockRows,
         length: Int[Array, " B"],
         parents: Int[Array, "B T"] | None,
+        following: GemmaRMSNorm,
         kernels: Kernels,
-    ) -> tuple[Float[Array, "B T D"], BlockRows]:
-        """Output and the keys and values read; `cache` is a maker's own, or a reader's source."""
-        normed = self.input_layernorm(x)
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], BlockRows]:
+        """The stream and its norm, `input_layernorm` before and the `following` one behind, and the
+        keys and values read; `cache` is a maker's own, or a reader's source."""
         if isinstance(cache, AttentionCache):
             k, v = self.self_attn.keys_values(normed, angles)
             context = BlockRows(cache=cache, k=k, v=v)
         else:
             context = cache
+        add = functools.partial(add_product, kernels=kernels)
         mixed = self.self_attn(normed, angles, context, length, parents, kernels)
-        x = x + self.post_attention_layernorm(mixed)
-        x = x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        x, normed = add(
+            x, self.self_attn.o_proj, mixed, self.pre_feedforward_layernorm,
+            post=self.post_attention_layernorm,
+        )  # fmt: skip
+        x, _ = add(
+            x, self.mlp.down_proj, self.mlp.inner(normed), None,
+            post=self.post_feedforward_layernorm,
+        )  # fmt: skip
         gate = gelu(self.per_layer_input_gate(x), approximate=True)
-        x = x + self.post_per_layer_input_norm(self.per_layer_projection(gate * per_layer))
-        return x * self.layer_scalar[...], context
+        x, normed = add(
+            x, self.per_layer_projection, gate * per_layer, following,
+            post=self.post_per_layer_input_norm, factor=self.layer_scalar[...],
+        )  # fmt: skip
+        return x, normed, context
 
 
 class Model(nnx.Module):
@@ -319,24 +333,24 @@ class Gemma4:
         own = iter(cache.layers)
         contexts: dict[int, BlockRows] = {}
         captured: dict[int, Array] = {}
-        stream = x.x
+        norms = [*(layer.input_layernorm for layer in model.layers), model.norm]
+        stream, normed = x.x, norms[0](x.x)
         for index, layer in enumerate(self.config.layers):
             is_maker = layer.source == index
             read = next(own) if is_maker else contexts[layer.source]
             with jax.named_scope(f"layer_{index}"):
-                stream, context = model.layers[index](
-                    stream, x.per_layer[:, :, index], angles[_rotary_of(layer)], read, length,
-                    parents, self.kernels,
+                stream, normed, context = model.layers[index](
+                    stream, normed, x.per_layer[:, :, index], angles[_rotary_of(layer)], read,
+                    length, parents, norms[index + 1], self.kernels,
                 )  # fmt: skip
             if is_maker:
                 contexts[index] = context
             if index in capture:
                 captured[index] = stream
         made = tuple(contexts.values())
-        hidden = model.norm(stream)
         return TargetOutput(
-            hidden=hidden,
-            features=join_captured(captured, capture, hidden),
+            hidden=normed,
+            features=join_captured(captured, capture, normed),
             cache=self._written(made, length, count)
             if parents is None
             else TreeCache(layers=made, length=length),

@@ -24,6 +24,7 @@ from mmflash_jax.layers.gated_attention import GatedAttention
 from mmflash_jax.layers.linear import Embedding
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
+from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
 from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
@@ -66,21 +67,33 @@ class DecoderLayer(nnx.Module):
         self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: Any, now: Pass, *, decided: bool
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        normed = self.input_layernorm(x)
+        self,
+        x: Float[Array, "B T D"],
+        normed: Float[Array, "B T D"],
+        cache: Any,
+        now: Pass,
+        following: ZeroCentredRMSNorm,
+        *,
+        decided: bool,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+        """The stream and its norm, `input_layernorm` before and the `following` one behind."""
         if not isinstance(cache, AttentionCache):
+            projection = self.linear_attn.out_proj
             mixed, after = self.linear_attn(normed, cache, now, decided=decided)
         elif now.parents is None:
+            projection = self.self_attn.o_proj
             mixed, after = self.self_attn(
                 normed, cache, now.angles, now.length, now.count, now.kernels
             )
         else:
+            projection = self.self_attn.o_proj
             mixed, after = self.self_attn.attend(
                 normed, cache, now.angles, now.length, now.parents, now.kernels
             )
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), after
+        add = functools.partial(add_product, kernels=now.kernels)
+        x, normed = add(x, projection, mixed, self.post_attention_layernorm)
+        x, normed = add(x, self.mlp.down_proj, self.mlp.inner(normed), following)
+        return x, normed, after
 
 
 class Model(nnx.Module):
@@ -282,21 +295,24 @@ class Qwen35:
         )  # fmt: skip
         captured: dict[int, Array] = {}
         layers = []
+        norms = [*(layer.input_layernorm for layer in model.layers), model.norm]
+        normed = norms[0](x)
         for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
             with jax.named_scope(f"layer_{index}"):
-                x, layer_cache = layer(x, layer_cache, now, decided=decided)
+                x, normed, layer_cache = layer(
+                    x, normed, layer_cache, now, norms[index + 1], decided=decided
+                )
             layers.append(layer_cache)
             if index in capture:
                 captured[index] = x
-        hidden = model.norm(x)
         # Nothing of a drafted block is kept until `commit` says so.
         after = (
             Cache(layers=tuple(layers), pending=jnp.zeros_like(cache.pending))
             if parents is None
             else TreeCache(layers=tuple(layers), length=length)
         )
-        features = join_captured(captured, capture, hidden)
-        return TargetOutput(hidden=hidden, features=features, cache=after)
+        features = join_captured(captured, capture, normed)
+        return TargetOutput(hidden=normed, features=features, cache=after)
 
     def weight_rules(self) -> list[Rule]:
         prefix = "model.language_model."

@@ -73,7 +73,10 @@ class DeltaTree:
 
 
 class GatedDeltaNet(nnx.Module):
-    """Short convolution, gated delta rule, gated norm. Positions play no part."""
+    """Short convolution, gated delta rule, gated norm, whose output `out_proj` has yet to take.
+
+    Positions play no part.
+    """
 
     def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.key_heads, self.key_dim = config.linear_num_key_heads, config.linear_key_head_dim
@@ -94,7 +97,7 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: DeltaCache, now: Pass, *, decided: bool
-    ) -> tuple[Float[Array, "B T D"], DeltaCache | DeltaTree]:
+    ) -> tuple[Float[Array, "B T values"], DeltaCache | DeltaTree]:
         """One pass; `decided` tokens enter the state at once, others leave records behind."""
         B, T, _ = x.shape
         drafted = self._verify if now.parents is None else self._verify_tree
@@ -104,7 +107,7 @@ class GatedDeltaNet(nnx.Module):
         channels, width = self.conv1d.shape[1], self.value_heads * self.value_dim
         z = projected[..., channels : channels + width]
         z = z.reshape(B, T, self.value_heads, self.value_dim)
-        return self.out_proj(self.norm(out, z).reshape(B, T, -1)), after
+        return self.norm(out, z).reshape(B, T, -1), after
 
     def _apart(self, projected: Float[Array, "B T width"]) -> tuple[Array, Array, Array]:
         """The convolution's inputs, write strengths and decays of a joined projection."""

@@ -10,6 +10,7 @@ from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.decode.step import step
 from mmflash_jax.load import load_target
+from mmflash_jax.targets.gemma4 import Gemma4
 from tests import tiny, tiny_gemma4
 from tests.decode.running import answers
 from tests.drafts import draft_for, random_params
@@ -81,9 +82,13 @@ def test_every_layer_of_a_step_runs_a_kernel(pair):
     )
     program = jax.make_jaxpr(step, static_argnums=0)(plan, params, start)
     names = kernel_names(program.jaxpr)
-    layers = target.config.num_hidden_layers + len(drafter.config.layers)
-    once = [name for name in names if not name.endswith(("merge", "prepare"))]
-    assert len(once) == layers, names
+    own, drafting = target.config.num_hidden_layers, len(drafter.config.layers)
+    beside = ("merge", "prepare", "residual_norm")
+    mixers = [name for name in names if not name.endswith(beside)]
+    assert len(mixers) == own + drafting, names
+    # Mixer and MLP join the stream, in Gemma 4 the per-layer input too.
+    joins = 3 if isinstance(target, Gemma4) else 2
+    assert names.count("residual_norm") == joins * own + 2 * drafting, names
 
 
 def kernel_names(jaxpr):

@@ -24,6 +24,7 @@ PROGRAMS = [
     ("qwen35", "dflash", "reference", 1),
     ("gemma4", "dflash", "gpu", 8),
     ("gemma4", "none", "reference", 1),
+    ("qwen35", "none", "gpu", 1),
 ]
 
 pytestmark = [

@@ -1,5 +1,7 @@
 """Small layers against their torch and transformers counterparts, fp32."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,3 +189,25 @@ def test_linear_is_fp32_exact_on_every_backend():
     x = normal(4, 256)
     wanted = x.astype(np.float64) @ np.asarray(layer.kernel[...], np.float64)
     assert_close(jax.jit(lambda x: layer(x))(x), wanted, LAYER)
+
+
+def test_a_single_row_is_a_product_of_two_on_a_gpu(monkeypatch):
+    """What XLA:GPU makes of one row is no product; two rows and other devices stay as they are."""
+    layer = linear(8, 5, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    table = Embedding(7, 8, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(1))
+
+    def run(apply, x):
+        program = jax.make_jaxpr(lambda x: apply(x))(x)
+        (product,) = (one for one in program.eqns if one.primitive.name == "dot_general")
+        return product.invars[0].aval.shape, apply(x)
+
+    one, two = jnp.asarray(normal(1, 1, 8)), jnp.asarray(normal(2, 1, 8))
+    for apply in (layer, table.attend):
+        monkeypatch.undo()
+        (_, wanted), shape_of_two = run(apply, one), run(apply, two)[0]
+        assert math.prod(run(apply, one)[0]) == 8
+        monkeypatch.setattr("mmflash_jax.layers.linear.platform", lambda: "gpu")
+        shape, got = run(apply, one)
+        assert shape == (2, 8)
+        assert run(apply, two)[0] == shape_of_two == two.shape
+        assert_close(got, wanted, LAYER)

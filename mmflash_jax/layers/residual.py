@@ -1,0 +1,47 @@
+"""The residual stream between two products: what a layer adds to it, and the norm that follows."""
+
+import math
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmflash_jax.layers.linear import product_parts
+from mmflash_jax.layers.norm import GemmaRMSNorm, RMSNorm, ZeroCentredRMSNorm
+from pallas_kernels import Kernels, residual_norm
+from pallas_kernels.residual_norm import splits
+
+PlainNorm = RMSNorm | ZeroCentredRMSNorm | GemmaRMSNorm
+
+
+def add_product(
+    x: Float[Array, "*batch D"],
+    projection: nnx.Linear,
+    inputs: Float[Array, "*batch K"],
+    norm: PlainNorm | None,
+    *,
+    post: PlainNorm | None = None,
+    factor: Float[Array, " 1"] | None = None,
+    kernels: Kernels,
+) -> tuple[Float[Array, "*batch D"], Float[Array, "*batch D"]]:
+    """The stream `x` after `projection(inputs)` is added, and its norm (itself without a `norm`).
+
+    `post` norms the product before, `factor` scales the sum. Kernels make all of it one launch
+    after the product, which leaves adding up its parts to them.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    rows, width = math.prod(x.shape[:-1]), x.shape[-1]
+    number = splits(rows, inputs.shape[-1], width, x.dtype, kernels)
+    if number == 1 or projection.bias is not None:
+        parts = projection(inputs).reshape(1, rows, width)
+    else:
+        parts = product_parts(inputs.reshape(rows, -1), projection.kernel[...], number)
+    return residual_norm(
+        x,
+        parts,
+        None if norm is None else norm.norm,
+        post=None if post is None else post.norm,
+        factor=factor,
+        kernels=kernels,
+    )

@@ -1,0 +1,159 @@
+"""The sum of a product's parts, its norm, the residual and the next norm as one Pallas kernel for
+NVIDIA GPUs (Triton backend): a program a row, which stays in registers."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.norm import Norm, weigh
+
+WARPS = 4
+# Streaming multiprocessors of an H200, and products that run on one at a time.
+PROCESSORS, RESIDENT = 132, 3
+# Sides of the tiles of a product, and the fewest weights of a column in a part. With these XLA, as
+# it counts without autotuning, splits no part again: that would take the launch which parts save.
+TILE_ROWS, TILE_COLUMNS, LEAST_PART = 128, 64, 64
+# What a program can hold: columns of a row, in strips of a power of two.
+MOST_COLUMNS, MOST_STRIPS, LEAST_STRIP = 8192, 16, 16
+
+
+def splits(rows: int, width_in: int, width_out: int) -> int:
+    """Into how many parts to cut the product `[rows, width_in] x [width_in, width_out]`.
+
+    A power of two that gives each processor two or three tiles to work on, and divides the weights
+    of a column evenly; one where rows are many.
+    """
+    tiles = pl.cdiv(rows, TILE_ROWS) * pl.cdiv(width_out, TILE_COLUMNS)
+    parts = 1
+    while 2 * parts * tiles <= RESIDENT * PROCESSORS and width_in % (2 * parts * LEAST_PART) == 0:
+        parts *= 2
+    return parts
+
+
+def obstacle(width: int) -> str | None:
+    """Why the kernel cannot take rows of that width."""
+    if width > MOST_COLUMNS:
+        return f"width {width} is above {MOST_COLUMNS}, more than a program can hold"
+    strip = width & -width
+    if strip < LEAST_STRIP or width > MOST_STRIPS * strip:
+        return (
+            f"width {width} is not made of at most {MOST_STRIPS} strips of one power of two from "
+            f"{LEAST_STRIP} on"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a program is compiled for; norms as `_static` has them."""
+
+    post: tuple[bool, float, Any] | None
+    has_factor: bool
+    norm: tuple[bool, float, Any] | None
+
+
+def _static(norm: Norm | None) -> tuple[bool, float, Any] | None:
+    return None if norm is None else (norm.weight is not None, norm.eps, norm.kind)
+
+
+def _strips(ref: Any) -> list[Any]:
+    """The columns of a row as slices of one power of two: other sizes are no Triton arrays."""
+    width = ref.shape[-1]
+    size = width & -width
+    return [pl.ds(start, size) for start in range(0, width, size)]
+
+
+def _normed(strips: list[Array], static: Any, weight: Any, dtype: Any) -> list[Array]:
+    """A row in fp32 strips, normed and rounded to `dtype`."""
+    has_weight, eps, kind = static
+    squares = functools.reduce(jnp.add, [strip * strip for strip in strips])
+    width = len(strips) * len(strips[0])
+    scale = lax.rsqrt(jnp.sum(squares) / width + eps)
+    weights = [plt.load(weight.at[at]) for at in _strips(weight)] if has_weight else strips
+    return [
+        weigh(strip * scale, own if has_weight else None, kind, dtype)
+        for strip, own in zip(strips, weights, strict=True)
+    ]
+
+
+def _row(plan: _Plan, x_ref: Any, parts_ref: Any, *refs: Any) -> None:
+    """The program of a row."""
+    rest = iter(refs)
+    post = next(rest) if plan.post and plan.post[0] else None
+    factor = next(rest) if plan.has_factor else None
+    weight = next(rest) if plan.norm and plan.norm[0] else None
+    out_ref, *normed_ref = rest
+    dtype, wide = out_ref.dtype, jnp.float32
+
+    def total(at: Any) -> Array:
+        parts = np.arange(parts_ref.shape[0], dtype=np.int32)
+        loaded = [plt.load(parts_ref.at[part, at]).astype(wide) for part in parts]
+        # Rounded as a product's result is.
+        return functools.reduce(jnp.add, loaded).astype(dtype)
+
+    strips = _strips(x_ref)
+    added = [total(at) for at in strips]
+    if plan.post is not None:
+        added = _normed([one.astype(wide) for one in added], plan.post, post, dtype)
+    stream = [
+        (plt.load(x_ref.at[at]).astype(wide) + one.astype(wide)).astype(dtype)
+        for at, one in zip(strips, added, strict=True)
+    ]
+    if factor is not None:
+        stream = [(one.astype(wide) * factor[0].astype(wide)).astype(dtype) for one in stream]
+    for at, one in zip(strips, stream, strict=True):
+        plt.store(out_ref.at[at], one)
+    if plan.norm is not None:
+        normed = _normed([one.astype(wide) for one in stream], plan.norm, weight, dtype)
+        for at, one in zip(strips, normed, strict=True):
+            plt.store(normed_ref[0].at[at], one)
+
+
+def residual_norm(
+    x: Float[Array, "R D"],
+    parts: Float[Array, "S P D"],
+    norm: Norm | None,
+    *,
+    post: Norm | None = None,
+    factor: Float[Array, " 1"] | None = None,
+    interpret: bool = False,
+    warps: int = WARPS,
+) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
+    """`pallas_kernels.residual_norm`; `warps` share a row."""
+    R, D = x.shape
+    plan = _Plan(
+        post=_static(post),
+        has_factor=factor is not None,
+        norm=_static(norm),
+    )
+    row, all_columns = pl.BlockSpec((None, D), lambda i: (i, 0)), pl.BlockSpec((D,), lambda _: (0,))
+    optional = [
+        (None if post is None else post.weight, all_columns),
+        (factor, pl.BlockSpec((1,), lambda _: (0,))),
+        (None if norm is None else norm.weight, all_columns),
+    ]
+    given = [(array, spec) for array, spec in optional if array is not None]
+    outputs = 1 if norm is None else 2
+    made = pl.pallas_call(
+        functools.partial(_row, plan),
+        grid=(R,),
+        in_specs=[
+            row,
+            pl.BlockSpec((parts.shape[0], None, D), lambda i: (0, i, 0)),
+            *(spec for _, spec in given),
+        ],
+        out_specs=[row] * outputs,
+        out_shape=[jax.ShapeDtypeStruct((R, D), x.dtype)] * outputs,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name="residual_norm",
+    )(x, parts, *(array for array, _ in given))
+    return made[0], made[-1]
