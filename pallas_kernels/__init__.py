@@ -2,10 +2,11 @@
 
 Every folder holds the public function (`__init__.py`), its reference mathematics in plain
 `jax.numpy` (`reference.py`), which is right on every backend, a kernel (`gpu.py`) and inputs on
-which the two are compared (`cases.py`). `choose.py` says which of them runs, `tree.py` what a tree
-of drafts is. The package imports nothing of `mmflash_jax`.
+which the two are compared (`cases.py`). `choose.py` says which of them runs, `norm.py` what an RMS
+norm is, `tree.py` what a tree of drafts is. The package imports nothing of `mmflash_jax`.
 """
 
+from pallas_kernels.attention_heads import HeadRows, apply_rotary, attention_heads, write_rows
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choose import KernelError, Kernels
 from pallas_kernels.gated_delta import (
@@ -16,12 +17,17 @@ from pallas_kernels.gated_delta import (
     gated_delta_step,
     gated_delta_tree,
 )
+from pallas_kernels.norm import Norm, normalise, rms_normalise
 from pallas_kernels.tree import ancestors_of, depths_of
 
 __all__ = [
+    "HeadRows",
     "KernelError",
     "Kernels",
+    "Norm",
     "ancestors_of",
+    "apply_rotary",
+    "attention_heads",
     "block_attention",
     "commit_gated_delta",
     "depths_of",
@@ -30,4 +36,7 @@ __all__ = [
     "gated_delta_sequential",
     "gated_delta_step",
     "gated_delta_tree",
+    "normalise",
+    "rms_normalise",
+    "write_rows",
 ]

@@ -6,11 +6,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-
-def rms_normalise(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:
-    """`x / sqrt(mean(x^2) + eps)` over the last axis, in fp32."""
-    x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+from pallas_kernels import Norm, normalise, rms_normalise
 
 
 class RMSNorm(nnx.Module):
@@ -21,7 +17,11 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return rms_normalise(x, self.eps).astype(x.dtype) * self.weight[...].astype(x.dtype)
+        return normalise(x, self.rule)
+
+    @property
+    def rule(self) -> Norm:
+        return Norm(eps=self.eps, weight=self.weight[...], rounds_first=True)
 
 
 class ZeroCentredRMSNorm(nnx.Module):
@@ -35,8 +35,11 @@ class ZeroCentredRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        weight = self.weight[...].astype(jnp.float32)
-        return (rms_normalise(x, self.eps) * (1.0 + weight)).astype(x.dtype)
+        return normalise(x, self.rule)
+
+    @property
+    def rule(self) -> Norm:
+        return Norm(eps=self.eps, weight=self.weight[...], centre=1.0)
 
 
 class GemmaRMSNorm(nnx.Module):
@@ -50,10 +53,11 @@ class GemmaRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype)) if weighted else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        normed = rms_normalise(x, self.eps)
-        if self.weight is not None:
-            normed = normed * self.weight[...].astype(jnp.float32)
-        return normed.astype(x.dtype)
+        return normalise(x, self.rule)
+
+    @property
+    def rule(self) -> Norm:
+        return Norm(eps=self.eps, weight=None if self.weight is None else self.weight[...])
 
 
 class GatedRMSNorm(nnx.Module):

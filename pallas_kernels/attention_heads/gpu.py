@@ -1,0 +1,228 @@
+"""Attention heads as a Pallas kernel for NVIDIA GPUs (Triton backend).
+
+A program takes a few tokens of one head: queries, then keys, then values. It reads them from the
+joined projection, which XLA hands over as it is, and writes rows for `block_attention` and, for
+keys and values, the cache in place. Rows are held as they are and with the halves of the rotation
+swapped, the second time from the first-level cache: so nothing is moved between threads.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention_heads.reference import HeadRows, turns
+from pallas_kernels.norm import Norm
+
+# Numbers that a program holds: enough programs for all processors at batch 1.
+SHARE = 1024
+
+
+def obstacle(
+    projected: Sequence[Array], head_dim: int, caches: tuple[Array, Array] | None
+) -> str | None:
+    """Why the kernel cannot take these arguments."""
+    if head_dim & (head_dim - 1):
+        return f"head width {head_dim} is no power of two"
+    dtypes = {jnp.dtype(x.dtype).name for x in (*projected, *(caches or ()))}
+    if len(dtypes) > 1:
+        return f"projections and caches are of several dtypes: {', '.join(sorted(dtypes))}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """HeadRows of one kind: where they lie in the joined projection, and what is done to them."""
+
+    name: str
+    first: int
+    heads: int
+    column: int
+    stride: int
+    norm: Norm | None
+    turned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sizes:
+    """`rows` tokens of T, heads of width H of which `2 * half` dimensions turn."""
+
+    T: int
+    rows: int
+    H: int
+    half: int
+    ring: bool
+
+
+def _wide(mask: Array, shape: tuple[int, ...]) -> Array:
+    return jnp.broadcast_to(mask[:, None] if mask.ndim == 1 else mask, shape)
+
+
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """fp32 with the precision of `dtype`."""
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def _normed(norm: Norm | None, weight_ref: Any, x: Array, factor: Array, place: Array) -> Array:
+    """`pallas_kernels.norm.normalise` of loaded dimensions `place`, in fp32."""
+    wide = x.astype(jnp.float32)
+    if norm is None:
+        return wide
+    wide = wide * factor[:, None]
+    if weight_ref is None:
+        return _rounded(wide, x.dtype)
+    weight = plt.load(weight_ref.at[place]).astype(jnp.float32)[None, :]
+    if norm.rounds_first:
+        return _rounded(_rounded(wide, x.dtype) * _rounded(weight, x.dtype), x.dtype)
+    return _rounded(wide * (norm.centre + weight), x.dtype)
+
+
+def _head(sizes: _Sizes, part: _Part, head: Array, t: Array, inputs: dict[str, Any]) -> Array:
+    """Normed and rotated rows `[rows, H]` of one head."""
+    H, half = sizes.H, sizes.half
+    shape, real = (sizes.rows, H), t < sizes.T
+    place = jnp.arange(H)
+    column = part.column + head * part.stride
+
+    def load(place: Array) -> Array:
+        at = inputs["x"].at[t[:, None], (column + place)[None, :]]
+        return plt.load(at, mask=_wide(real, shape), other=0.0)
+
+    x, weight_ref = load(place), inputs.get(f"{part.name}_weight")
+    factor = jnp.ones((sizes.rows,), jnp.float32)
+    if part.norm is not None:
+        wide = x.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.sum(wide * wide, axis=1) / H + part.norm.eps)
+    own = _normed(part.norm, weight_ref, x, factor, place)
+    if not part.turned:
+        return own.astype(x.dtype)
+    turns_here = place < 2 * half
+    other_place = jnp.where(turns_here, jnp.where(place < half, place + half, place - half), place)
+    other = _normed(part.norm, weight_ref, load(other_place), factor, other_place)
+
+    def angle(name: str) -> Array:
+        at = inputs[name].at[t[:, None], jnp.where(place < half, place, place - half)[None, :]]
+        mask = _wide(real, shape) & _wide(turns_here[None, :], shape)
+        return plt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+
+    across = _rounded(other * angle("sine"), x.dtype)
+    turned = _rounded(own * angle("cosine"), x.dtype)
+    turned += jnp.where(_wide((place < half)[None, :], shape), -across, across)
+    return jnp.where(_wide(turns_here[None, :], shape), turned, own).astype(x.dtype)
+
+
+def _write(sizes: _Sizes, cache_ref: Any, rows: Array, head: Array, t: Array,
+           inputs: dict[str, Any]) -> None:  # fmt: skip
+    """Tokens of one head to their slots (`reference.write_rows`)."""
+    slots, count = cache_ref.shape[1], inputs["count"][0]
+    slot = inputs["start"][0] + t
+    wanted = (t < sizes.T) & (t < count)
+    if sizes.ring:
+        wanted &= t >= count - slots
+        slot = lax.rem(slot, slots)
+    wanted &= slot < slots
+    place = jnp.arange(sizes.H)
+    at = cache_ref.at[head, slot[:, None], place[None, :]]
+    plt.store(at, rows, mask=_wide(wanted, rows.shape))
+
+
+def _program(
+    sizes: _Sizes, parts: tuple[_Part, ...], _: Any, inputs: dict[str, Any],
+    caches: tuple[Any, ...], outputs: dict[str, Any],
+) -> None:  # fmt: skip
+    """The program of a few tokens of one head of one batch row."""
+    index = pl.program_id(0)
+    t = pl.program_id(1) * sizes.rows + jnp.arange(sizes.rows)
+
+    def run(part: _Part) -> None:
+        head = index - part.first
+        rows = _head(sizes, part, head, t, inputs)
+        at = outputs[part.name].at[t[:, None], head, jnp.arange(sizes.H)[None, :]]
+        plt.store(at, rows, mask=_wide(t < sizes.T, rows.shape))
+        if caches and part.name != "q":
+            _write(sizes, caches["kv".index(part.name)], rows, head, t, inputs)
+
+    for part in parts:
+        pl.when((index >= part.first) & (index < part.first + part.heads))(
+            functools.partial(run, part)
+        )
+
+
+def attention_heads(
+    q: Float[Array, "B T NQ"] | None,
+    k: Float[Array, "B T KH"] | None,
+    v: Float[Array, "B T KH"] | None,
+    angles: Float[Array, "B T half"],
+    *,
+    head_dim: int,
+    gated: bool = False,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    v_norm: Norm | None = None,
+    caches: tuple[Array, Array] | None = None,
+    start: Int[Array, " B"] | None = None,
+    count: Int[Array, " B"] | None = None,
+    ring: bool = False,
+    interpret: bool = False,
+) -> HeadRows:
+    """`pallas_kernels.attention_heads`."""
+    norms, projected = {"q": q_norm, "k": k_norm, "v": v_norm}, {"q": q, "k": k, "v": v}
+    parts: list[_Part] = []
+    programs = column = 0
+    for name, x in projected.items():
+        if x is None:
+            continue
+        stride = head_dim * (1 + (gated and name == "q"))
+        heads = x.shape[-1] // stride
+        parts.append(_Part(
+            name=name, first=programs, heads=heads, column=column, stride=stride,
+            norm=norms[name], turned=name != "v",
+        ))  # fmt: skip
+        programs, column = programs + heads, column + x.shape[-1]
+    # In a layer these are parts of one product; joined again, XLA passes on the whole of it.
+    x = jnp.concatenate([x for x in projected.values() if x is not None], axis=-1)
+    B, T = x.shape[:2]
+    rows = min(pl.next_power_of_2(T), max(1, SHARE // head_dim))
+    sizes = _Sizes(T=T, rows=rows, H=head_dim, half=angles.shape[-1], ring=ring)
+    cosine, sine = turns(angles, x.dtype)
+    inputs = {"x": x, "cosine": cosine, "sine": sine}
+    for name, norm in norms.items():
+        if projected[name] is not None and norm is not None and norm.weight is not None:
+            inputs[f"{name}_weight"] = norm.weight
+    if caches is not None:
+        assert start is not None and count is not None
+        inputs |= {"start": start, "count": count}
+
+    def spec(name: str, x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        """What belongs to a batch row; weights are every row's."""
+        if name.endswith("weight"):
+            return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
+        own = (1,) if len(x.shape) == 1 else (None, *x.shape[1:])
+        return pl.BlockSpec(own, lambda i, j, b: (b, *[0] * (len(x.shape) - 1)))
+
+    outputs = {
+        part.name: jax.ShapeDtypeStruct((B, T, part.heads, head_dim), x.dtype) for part in parts
+    }
+    kept = caches or ()
+    cache_specs = tuple(spec("cache", cache) for cache in kept)
+    written, made = pl.pallas_call(
+        functools.partial(_program, sizes, tuple(parts)),
+        grid=(programs, pl.cdiv(T, rows), B),
+        in_specs=[cache_specs, {name: spec(name, x) for name, x in inputs.items()}],
+        out_specs=[cache_specs, {name: spec(name, x) for name, x in outputs.items()}],
+        out_shape=[tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept), outputs],
+        input_output_aliases={i: i for i in range(len(kept))},
+        compiler_params=plt.CompilerParams(
+            num_warps=max(1, min(4, rows * head_dim // 256)), num_stages=1
+        ),
+        interpret=interpret,
+        name="attention_heads",
+    )(kept, inputs)
+    return HeadRows(**made, **dict(zip(("k_cache", "v_cache"), written, strict=False)))

@@ -1,0 +1,105 @@
+"""Reference of attention heads: norm, rotation and cache write, one after the other."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.norm import Norm, normalise
+
+
+class HeadRows(NamedTuple):
+    """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]`, and the caches `[B, K, S, H]` after
+    them; None where nothing of the kind was given."""
+
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+    k_cache: Array | None = None
+    v_cache: Array | None = None
+
+
+def turns(
+    angles: Float[Array, "B T half"], dtype: jnp.dtype
+) -> tuple[Float[Array, "B T half"], Float[Array, "B T half"]]:
+    """Cosine and sine, rounded to the dtype of what is turned, as transformers does."""
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def apply_rotary(
+    x: Float[Array, "B T N H"], angles: Float[Array, "B T half"]
+) -> Float[Array, "B T N H"]:
+    """Rotate the first `2 * half` dimensions of each head (dimension i pairs with i + half).
+
+    Further dimensions pass through.
+    """
+    cosine, sine = (part[:, :, None] for part in turns(angles, x.dtype))
+    half = angles.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cosine - second * sine, second * cosine + first * sine, rest]
+    return jnp.concatenate(turned, axis=-1)
+
+
+def write_rows(
+    cache: Float[Array, "B K S H"],
+    rows: Float[Array, "B T K H"],
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    ring: bool = False,
+) -> Float[Array, "B K S H"]:
+    """Put the first `count` of `T` rows at slots `start ..` of each batch row.
+
+    Rows past `count` and slots past the end are dropped, so padding never reaches a cache. In a
+    `ring` slots count modulo S and the last S rows stay.
+
+    A ring of `window + block` slots survives rejection: a rejected row has overwritten the token
+    S positions before it, which lies outside the window of every position that is still to come.
+    """
+    B, T = rows.shape[:2]
+    slots = cache.shape[2]
+    step = jnp.arange(T)
+    slot = start[:, None] + step
+    wanted = step < count[:, None]
+    if ring:
+        wanted &= step >= count[:, None] - slots
+        slot = slot % slots
+    slot = jnp.where(wanted, slot, slots)
+    return cache.at[jnp.arange(B)[:, None], :, slot].set(rows.astype(cache.dtype), mode="drop")
+
+
+def attention_heads(
+    q: Float[Array, "B T NQ"] | None,
+    k: Float[Array, "B T KH"] | None,
+    v: Float[Array, "B T KH"] | None,
+    angles: Float[Array, "B T half"],
+    *,
+    head_dim: int,
+    gated: bool = False,
+    q_norm: Norm | None = None,
+    k_norm: Norm | None = None,
+    v_norm: Norm | None = None,
+    caches: tuple[Array, Array] | None = None,
+    start: Int[Array, " B"] | None = None,
+    count: Int[Array, " B"] | None = None,
+    ring: bool = False,
+) -> HeadRows:
+    """`pallas_kernels.attention_heads` in plain `jax.numpy`."""
+
+    def heads(x: Array | None, norm: Norm | None, width: int = head_dim) -> Array | None:
+        if x is None:
+            return None
+        x = x.reshape(*x.shape[:2], -1, width)[..., :head_dim]
+        return x if norm is None else normalise(x, norm)
+
+    q, k = heads(q, q_norm, head_dim * (1 + gated)), heads(k, k_norm)
+    q, k = (None if x is None else apply_rotary(x, angles) for x in (q, k))
+    v = heads(v, v_norm)
+    if caches is None:
+        return HeadRows(q=q, k=k, v=v)
+    assert k is not None and v is not None and start is not None and count is not None
+    k_cache, v_cache = (
+        write_rows(cache, rows, start, count, ring=ring)
+        for cache, rows in zip(caches, (k, v), strict=True)
+    )
+    return HeadRows(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
