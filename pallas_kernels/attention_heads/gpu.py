@@ -155,6 +155,18 @@ def _program(
         )
 
 
+def _joined(projected: Sequence[Array]) -> Array:
+    """Projections side by side, `[B, T, C]`.
+
+    In a layer these are parts of one product; joined again, XLA passes on the whole of it, but
+    where it drops axes of size one from the product they must be dropped here too.
+    """
+    B, T, _ = projected[0].shape
+    if 1 in (B, T):
+        projected = [x.reshape(B * T, x.shape[-1]) for x in projected]
+    return jnp.concatenate(projected, axis=-1).reshape(B, T, -1)
+
+
 def attention_heads(
     q: Float[Array, "B T NQ"] | None,
     k: Float[Array, "B T KH"] | None,
@@ -186,8 +198,7 @@ def attention_heads(
             norm=norms[name], turned=name != "v",
         ))  # fmt: skip
         programs, column = programs + heads, column + x.shape[-1]
-    # In a layer these are parts of one product; joined again, XLA passes on the whole of it.
-    x = jnp.concatenate([x for x in projected.values() if x is not None], axis=-1)
+    x = _joined([x for x in projected.values() if x is not None])
     B, T = x.shape[:2]
     rows = min(pl.next_power_of_2(T), max(1, SHARE // head_dim))
     sizes = _Sizes(T=T, rows=rows, H=head_dim, half=angles.shape[-1], ring=ring)
