@@ -103,19 +103,17 @@ def _head(sizes: _Sizes, part: _Part, head: Array, t: Array, inputs: dict[str, A
     own = _normed(part.norm, weight_ref, x, factor, place)
     if not part.turned:
         return own.astype(x.dtype)
-    turns_here = place < 2 * half
-    other_place = jnp.where(turns_here, jnp.where(place < half, place + half, place - half), place)
+    turns = place < 2 * half
+    other_place = jnp.where(turns, jnp.where(place < half, place + half, place - half), place)
     other = _normed(part.norm, weight_ref, load(other_place), factor, other_place)
 
-    def angle(name: str) -> Array:
-        at = inputs[name].at[t[:, None], jnp.where(place < half, place, place - half)[None, :]]
-        mask = _wide(real, shape) & _wide(turns_here[None, :], shape)
+    def turn(first: int) -> Array:
+        at = inputs["turns"].at[t[:, None], (first + place)[None, :]]
+        mask = _wide(real, shape) & _wide(turns[None, :], shape)
         return plt.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-    across = _rounded(other * angle("sine"), x.dtype)
-    turned = _rounded(own * angle("cosine"), x.dtype)
-    turned += jnp.where(_wide((place < half)[None, :], shape), -across, across)
-    return jnp.where(_wide(turns_here[None, :], shape), turned, own).astype(x.dtype)
+    turned = _rounded(own * turn(0), x.dtype) + _rounded(other * turn(2 * half), x.dtype)
+    return jnp.where(_wide(turns[None, :], shape), turned, own).astype(x.dtype)
 
 
 def _write(sizes: _Sizes, cache_ref: Any, rows: Array, head: Array, t: Array,
@@ -203,7 +201,8 @@ def attention_heads(
     rows = min(pl.next_power_of_2(T), max(1, SHARE // head_dim))
     sizes = _Sizes(T=T, rows=rows, H=head_dim, half=angles.shape[-1], ring=ring)
     cosine, sine = turns(angles, x.dtype)
-    inputs = {"x": x, "cosine": cosine, "sine": sine}
+    # For each dimension, the factor of its own and of the other half's value.
+    inputs = {"x": x, "turns": jnp.concatenate([cosine, cosine, -sine, sine], axis=-1)}
     for name, norm in norms.items():
         if projected[name] is not None and norm is not None and norm.weight is not None:
             inputs[f"{name}_weight"] = norm.weight
