@@ -84,9 +84,7 @@ class Attention(nnx.Module):
     ) -> HeadRows:
         """Keys and values, and `cache` with the first `count` of them from `start` on."""
         caches = None if cache is None else (cache.k, cache.v)
-        return self._rows(
-            None, x, angles, caches=caches, start=start, count=count, kernels=kernels
-        )
+        return self._rows(None, x, angles, caches=caches, start=start, count=count, kernels=kernels)
 
     def _rows(self, q: Array | None, x: Array, angles: Array, **options: Any) -> HeadRows:
         norms = {"q_norm": self.q_norm.rule, "k_norm": self.k_norm.rule} if self.normed else {}

@@ -1,5 +1,6 @@
 """Decoding with the Pallas kernels, interpreted, gives the ids of the reference."""
 
+import collections
 import dataclasses
 
 import jax
@@ -80,9 +81,12 @@ def test_every_layer_of_a_step_runs_a_kernel(pair):
         (),
     )
     program = jax.make_jaxpr(step, static_argnums=0)(plan, params, start)
-    names = kernel_names(program.jaxpr)
-    layers = target.config.num_hidden_layers + len(drafter.config.layers)
-    assert sum("merge" not in name for name in names) == layers, names
+    count = collections.Counter(kernel_names(program.jaxpr))
+    drafted = len(drafter.config.layers)
+    layers = target.config.num_hidden_layers + drafted
+    assert count["gated_delta_step"] + count["block_attention"] == layers, count
+    # The draft makes keys and values of the block, and of what was committed.
+    assert count["attention_heads"] == count["block_attention"] + drafted, count
 
 
 def kernel_names(jaxpr):
