@@ -6,7 +6,13 @@ which the two are compared (`cases.py`). `choose.py` says which of them runs, `n
 norm is, `tree.py` what a tree of drafts is. The package imports nothing of `mmflash_jax`.
 """
 
-from pallas_kernels.attention_heads import HeadRows, apply_rotary, attention_heads, write_rows
+from pallas_kernels.attention_heads import (
+    HeadRows,
+    Slots,
+    apply_rotary,
+    attention_heads,
+    write_rows,
+)
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choose import KernelError, Kernels
 from pallas_kernels.gated_delta import (
@@ -25,6 +31,7 @@ __all__ = [
     "KernelError",
     "Kernels",
     "Norm",
+    "Slots",
     "ancestors_of",
     "apply_rotary",
     "attention_heads",

@@ -1,12 +1,16 @@
 """RMS norms of the model families: one formula, and where each family rounds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import no_type_check
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 
+@no_type_check  # JAX rebuilds it around things that are no arrays.
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Norm:
     """`x / rms(x) * (centre + weight)` over the last axis, in fp32.
@@ -16,10 +20,10 @@ class Norm:
         that dtype (Qwen3); else round once, at the end (Qwen3.5, Gemma).
     """
 
-    eps: float
+    eps: float = field(metadata={"static": True})
     weight: Array | None = None
-    centre: float = 0.0
-    rounds_first: bool = False
+    centre: float = field(default=0.0, metadata={"static": True})
+    rounds_first: bool = field(default=False, metadata={"static": True})
 
 
 def rms_normalise(x: Float[Array, "*batch D"], eps: float) -> Float[Array, "*batch D"]:

@@ -7,7 +7,7 @@ MMFlash has the same shape and other training.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, no_type_check, runtime_checkable
 
@@ -20,14 +20,13 @@ from jaxtyping import Array, Float, Int
 from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash_config import Config, Layer
 from mmflash_jax.layers.attention import Attention
-from mmflash_jax.layers.cache import AttentionCache
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule
-from pallas_kernels import HeadRows, Kernels, block_attention
+from pallas_kernels import HeadRows, Kernels, Slots, block_attention
 
 
 @no_type_check  # JAX rebuilds it around things that are no arrays.
@@ -104,19 +103,16 @@ class Model(nnx.Module):
         self,
         features: Float[Array, "B T features"],
         start: Int[Array, " B"],
-        state: DFlashState | None = None,
-        count: Int[Array, " B"] | None = None,
+        slots: Sequence[Slots | None],
         kernels: Kernels = "reference",
     ) -> list[HeadRows]:
-        """Keys and values of every layer for tokens at `start ..`, and `state`'s with the first
-        `count` of them."""
+        """Keys and values for tokens at `start ..`, and the caches of `slots`, layer by layer."""
         position = start[:, None] + jnp.arange(features.shape[1])
         projected = self.hidden_norm(self.fc(features.astype(self.fc.dtype)))
         angles = self._angles(position)
         made = []
-        for index, layer in enumerate(self.layers):
-            cache = state and AttentionCache(k=state.k[index], v=state.v[index])
-            rows = layer.self_attn.keys_values(projected, angles, cache, start, count, kernels)
+        for layer, own in zip(self.layers, slots, strict=True):
+            rows = layer.self_attn.keys_values(projected, angles, own, kernels)
             # With one input for all layers XLA:GPU joins their products, for which it copies all
             # these weights into one matrix in every step.
             projected, k = lax.optimization_barrier((projected, rows.k))
@@ -237,16 +233,18 @@ class DFlash:
     ) -> DFlashState:
         """State of rows whose whole context is `features`, position 0 first: for training."""
         start = jnp.zeros(features.shape[:1], jnp.int32)
-        made = self.model(params).context(features, start)
+        made = self.model(params).context(features, start, [None] * len(self.config.layers))
         return DFlashState(
             k=tuple(rows.k.swapaxes(1, 2) for rows in made),
             v=tuple(rows.v.swapaxes(1, 2) for rows in made),
         )
 
     def absorb(self, params: Params, state: DFlashState, context: Context) -> DFlashState:
-        made = self.model(params).context(
-            context.features, context.length, state, context.count, self.kernels
-        )
+        start, count = context.length, context.count
+        slots = [
+            Slots(k=k, v=v, start=start, count=count) for k, v in zip(state.k, state.v, strict=True)
+        ]
+        made = self.model(params).context(context.features, start, slots, self.kernels)
         return DFlashState(
             k=tuple(rows.k_cache for rows in made), v=tuple(rows.v_cache for rows in made)
         )

@@ -5,12 +5,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from mmflash_jax.layers.cache import AttentionCache
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import RMSNorm
-from pallas_kernels import HeadRows, Kernels, attention_heads
+from pallas_kernels import HeadRows, Kernels, Slots, attention_heads
 
 
 @runtime_checkable
@@ -77,17 +76,15 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "R T D"],
         angles: Float[Array, "R T half"],
-        cache: AttentionCache | None = None,
-        start: Int[Array, " R"] | None = None,
-        count: Int[Array, " R"] | None = None,
+        slots: Slots | None = None,
         kernels: Kernels = "reference",
     ) -> HeadRows:
-        """Keys and values, and `cache` with the first `count` of them from `start` on."""
-        caches = None if cache is None else (cache.k, cache.v)
-        return self._rows(None, x, angles, caches=caches, start=start, count=count, kernels=kernels)
+        """Keys and values, and the caches of `slots` with them."""
+        return self._rows(None, x, angles, slots=slots, kernels=kernels)
 
     def _rows(self, q: Array | None, x: Array, angles: Array, **options: Any) -> HeadRows:
-        norms = {"q_norm": self.q_norm.rule, "k_norm": self.k_norm.rule} if self.normed else {}
         return attention_heads(
-            q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim, **norms, **options
-        )
+            q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim,
+            q_norm=self.q_norm.rule if self.normed else None,
+            k_norm=self.k_norm.rule if self.normed else None, **options,
+        )  # fmt: skip

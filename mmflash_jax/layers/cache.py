@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import write_rows
+from pallas_kernels import Slots, write_rows
 
 __all__ = [
     "AttentionCache",
     "CachedKeys",
     "empty_cache",
     "may_write_first",
+    "slots_of",
     "write_cache",
     "write_rows",
 ]
@@ -53,6 +54,13 @@ def empty_cache(batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype
     """A cache that holds nothing."""
     shape = (batch, heads, slots, width)
     return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+
+def slots_of(
+    cache: AttentionCache, start: Int[Array, " B"], count: Int[Array, " B"], *, ring: bool = False
+) -> Slots:
+    """Where the first `count` tokens from `start` on are written."""
+    return Slots(k=cache.k, v=cache.v, start=start, count=count, ring=ring)
 
 
 def may_write_first(slots: int, tokens: int, window: int | None) -> bool:

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.attention import AttentionShape
-from mmflash_jax.layers.cache import AttentionCache
+from mmflash_jax.layers.cache import AttentionCache, slots_of
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.tree import BlockRows
@@ -65,8 +65,7 @@ class GatedAttention(nnx.Module):
         heads = attention_heads(
             q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim, gated=True,
             q_norm=self.q_norm.rule, k_norm=self.k_norm.rule,
-            caches=None if count is None else (cache.k, cache.v), start=length, count=count,
-            kernels=kernels,
+            slots=None if count is None else slots_of(cache, length, count), kernels=kernels,
         )  # fmt: skip
         rows = BlockRows.of(heads, cache)
         mixed = block_attention(

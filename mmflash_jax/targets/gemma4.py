@@ -22,6 +22,7 @@ from mmflash_jax.layers.cache import (
     CachedKeys,
     empty_cache,
     may_write_first,
+    slots_of,
     write_cache,
 )
 from mmflash_jax.layers.capture import join_captured
@@ -107,7 +108,7 @@ class Attention(nnx.Module):
             first = parents is None and may_write_first(cache.k.shape[2], T, window)
             made = heads(
                 self.k_proj(x), self.v_proj(x), k_norm=self.k_norm.rule, v_norm=self.v_norm.rule,
-                caches=(cache.k, cache.v) if first else None, start=length, count=count, ring=ring,
+                slots=slots_of(cache, length, count, ring=ring) if first else None,
             )  # fmt: skip
             rows = BlockRows.of(made, cache)
         else:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.attention_heads.reference import Slots
 from pallas_kernels.norm import Norm
 
 NORMS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -43,7 +44,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the operation that are no arrays."""
-        return {"head_dim": self.H, "gated": self.gated, "ring": self.ring}
+        return {"head_dim": self.H, "gated": self.gated}
 
     def arguments(self, dtype: DTypeLike, seed: int) -> dict[str, Any]:
         """Arrays by name. Slots of a cache that hold nothing are NaN: they must stay as they are,
@@ -61,14 +62,19 @@ class Case:
         given["angles"] = jnp.asarray(position[..., None] * frequency, jnp.float32)
         for name, kind in zip("qkv", NORMS[self.norms], strict=False):
             if given[name] is not None:
-                given[f"{name}_norm"] = Norm(eps=1e-6, **({"weight": normal(H)} | kind))
+                made: dict[str, Any] = {"weight": normal(H)} | kind
+                given[f"{name}_norm"] = Norm(eps=1e-6, **made)
         if self.S:
             cache = rng.standard_normal((2, B, self.K, self.S, H), np.float32)
             for row, start in enumerate(self.starts):
                 cache[:, row, :, start:] = np.nan
-            given["caches"] = (jnp.asarray(cache[0], dtype), jnp.asarray(cache[1], dtype))
-            given["start"] = jnp.asarray(self.starts, jnp.int32)
-            given["count"] = jnp.asarray(self.counts, jnp.int32)
+            given["slots"] = Slots(
+                k=jnp.asarray(cache[0], dtype),
+                v=jnp.asarray(cache[1], dtype),
+                start=jnp.asarray(self.starts, jnp.int32),
+                count=jnp.asarray(self.counts, jnp.int32),
+                ring=self.ring,
+            )
         return given
 
 

@@ -16,25 +16,27 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.attention_heads.reference import HeadRows, turns
+from pallas_kernels.attention_heads.reference import HeadRows, Slots, turns
 from pallas_kernels.norm import Norm
 
 # Numbers that a program holds: enough programs for all processors at batch 1.
 SHARE = 1024
 
 
-def obstacle(
-    projected: Sequence[Array], head_dim: int, caches: tuple[Array, Array] | None
-) -> str | None:
+def obstacle(projected: Sequence[Array], head_dim: int, slots: Slots | None) -> str | None:
     """Why the kernel cannot take these arguments."""
     if head_dim & (head_dim - 1):
         return f"head width {head_dim} is no power of two"
-    dtypes = {jnp.dtype(x.dtype).name for x in (*projected, *(caches or ()))}
+    dtypes = {jnp.dtype(x.dtype).name for x in (*projected, *_caches(slots))}
     if len(dtypes) > 1:
         return f"projections and caches are of several dtypes: {', '.join(sorted(dtypes))}"
     return None
+
+
+def _caches(slots: Slots | None) -> tuple[Array, ...]:
+    return () if slots is None else (slots.k, slots.v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,10 +178,7 @@ def attention_heads(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
     v_norm: Norm | None = None,
-    caches: tuple[Array, Array] | None = None,
-    start: Int[Array, " B"] | None = None,
-    count: Int[Array, " B"] | None = None,
-    ring: bool = False,
+    slots: Slots | None = None,
     interpret: bool = False,
 ) -> HeadRows:
     """`pallas_kernels.attention_heads`."""
@@ -199,6 +198,7 @@ def attention_heads(
     x = _joined([x for x in projected.values() if x is not None])
     B, T = x.shape[:2]
     rows = min(pl.next_power_of_2(T), max(1, SHARE // head_dim))
+    ring = slots is not None and slots.ring
     sizes = _Sizes(T=T, rows=rows, H=head_dim, half=angles.shape[-1], ring=ring)
     cosine, sine = turns(angles, x.dtype)
     # For each dimension, the factor of its own and of the other half's value.
@@ -206,21 +206,20 @@ def attention_heads(
     for name, norm in norms.items():
         if projected[name] is not None and norm is not None and norm.weight is not None:
             inputs[f"{name}_weight"] = norm.weight
-    if caches is not None:
-        assert start is not None and count is not None
-        inputs |= {"start": start, "count": count}
+    if slots is not None:
+        inputs |= {"start": slots.start, "count": slots.count}
 
     def spec(name: str, x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         """What belongs to a batch row; weights are every row's."""
+        zeros = (0,) * (len(x.shape) - 1)
         if name.endswith("weight"):
-            return pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))
-        own = (1,) if len(x.shape) == 1 else (None, *x.shape[1:])
-        return pl.BlockSpec(own, lambda i, j, b: (b, *[0] * (len(x.shape) - 1)))
+            return pl.BlockSpec(x.shape, lambda *_: (0, *zeros))
+        return pl.BlockSpec((None if zeros else 1, *x.shape[1:]), lambda *at: (at[2], *zeros))
 
     outputs = {
         part.name: jax.ShapeDtypeStruct((B, T, part.heads, head_dim), x.dtype) for part in parts
     }
-    kept = caches or ()
+    kept = _caches(slots)
     cache_specs = tuple(spec("cache", cache) for cache in kept)
     written, made = pl.pallas_call(
         functools.partial(_program, sizes, tuple(parts)),

@@ -1,7 +1,9 @@
 """Reference of attention heads: norm, rotation and cache write, one after the other."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, no_type_check
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -12,11 +14,25 @@ class HeadRows(NamedTuple):
     """Queries `[B, T, N, H]`, keys and values `[B, T, K, H]`, and the caches `[B, K, S, H]` after
     them; None where nothing of the kind was given."""
 
-    q: Array | None = None
-    k: Array | None = None
-    v: Array | None = None
-    k_cache: Array | None = None
-    v_cache: Array | None = None
+    q: Any = None
+    k: Any = None
+    v: Any = None
+    k_cache: Any = None
+    v_cache: Any = None
+
+
+@no_type_check  # JAX rebuilds it around things that are no arrays.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Where keys and values are written: caches `[B, K, S, H]`, of which the first `count` tokens
+    `[B]` of each row take the slots `start ..` (`write_rows`)."""
+
+    k: Array
+    v: Array
+    start: Array
+    count: Array
+    ring: bool = field(default=False, metadata={"static": True})
 
 
 def turns(
@@ -79,10 +95,7 @@ def attention_heads(
     q_norm: Norm | None = None,
     k_norm: Norm | None = None,
     v_norm: Norm | None = None,
-    caches: tuple[Array, Array] | None = None,
-    start: Int[Array, " B"] | None = None,
-    count: Int[Array, " B"] | None = None,
-    ring: bool = False,
+    slots: Slots | None = None,
 ) -> HeadRows:
     """`pallas_kernels.attention_heads` in plain `jax.numpy`."""
 
@@ -95,11 +108,11 @@ def attention_heads(
     q, k = heads(q, q_norm, head_dim * (1 + gated)), heads(k, k_norm)
     q, k = (None if x is None else apply_rotary(x, angles) for x in (q, k))
     v = heads(v, v_norm)
-    if caches is None:
-        return HeadRows(q=q, k=k, v=v)
-    assert k is not None and v is not None and start is not None and count is not None
+    rows = HeadRows(q=q, k=k, v=v)
+    if slots is None:
+        return rows
     k_cache, v_cache = (
-        write_rows(cache, rows, start, count, ring=ring)
-        for cache, rows in zip(caches, (k, v), strict=True)
+        write_rows(cache, part, slots.start, slots.count, ring=slots.ring)
+        for cache, part in ((slots.k, rows.k), (slots.v, rows.v))
     )
-    return HeadRows(q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache)
+    return rows._replace(k_cache=k_cache, v_cache=v_cache)

@@ -1,7 +1,7 @@
 """The kernel of attention heads, interpreted, against norm, rotation and cache write of layers."""
 
-import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmflash_jax.layers.cache import may_write_first
-from pallas_kernels import KernelError, Norm, attention_heads, block_attention, write_rows
+from pallas_kernels import KernelError, attention_heads, block_attention, write_rows
 from pallas_kernels.attention_heads.cases import SMALL
 from tests.tolerances import HEADS, assert_close
 
@@ -22,19 +22,8 @@ exact_jit = functools.partial(
 
 
 def run(case, dtype, kernels):
-    arguments = case.arguments(dtype, len(case.name))
-    norms = {name: x for name, x in arguments.items() if isinstance(x, Norm)}
-    arrays = {name: x for name, x in arguments.items() if name not in norms}
-    weights = {name: norm.weight for name, norm in norms.items()}
-
-    def heads(arrays, weights):
-        # As in a layer, which makes its norms while it is traced.
-        made = {
-            name: dataclasses.replace(norm, weight=weights[name]) for name, norm in norms.items()
-        }
-        return attention_heads(**arrays, **made, **case.options, kernels=kernels)
-
-    return exact_jit(heads)(arrays, weights)
+    heads = functools.partial(attention_heads, **case.options, kernels=kernels)
+    return exact_jit(heads)(**case.arguments(dtype, len(case.name)))
 
 
 def both(case, dtype):
@@ -68,7 +57,8 @@ def test_a_cache_keeps_what_it_is_not_given():
     case = CASES["qwen35"]
     given = case.arguments(jnp.float32, len(case.name))
     got = run(case, jnp.float32, "interpret")
-    for before, after in zip(given["caches"], (got.k_cache, got.v_cache), strict=True):
+    caches = (given["slots"].k, got.k_cache), (given["slots"].v, got.v_cache)
+    for before, after in caches:
         changed = (np.nan_to_num(before) != np.nan_to_num(after)).any((1, 3))
         wanted = np.zeros_like(changed)
         for row, (start, count) in enumerate(zip(case.starts, case.counts, strict=True)):
@@ -82,16 +72,19 @@ def test_what_cannot_be_done_is_said():
     given = case.arguments(jnp.float32, 0)
     with pytest.raises(KernelError, match="cpu"):
         attention_heads(**given, **case.options, kernels="gpu")
+    narrow: dict[str, Any] = given | {"q_norm": None, "k_norm": None}
     with pytest.raises(KernelError, match="width 24"):
-        attention_heads(
-            **(given | {"q_norm": None, "k_norm": None}), head_dim=24, kernels="interpret"
-        )
+        attention_heads(**narrow, head_dim=24, kernels="interpret")
     mixed = given | {"v": given["v"].astype(jnp.bfloat16)}
     with pytest.raises(KernelError, match="bfloat16, float32"):
         attention_heads(**mixed, **case.options, kernels="interpret")
-    caches = tuple(jnp.zeros((2, 2, 8, 32)) for _ in range(2))
-    with pytest.raises(ValueError, match="start and count"):
-        attention_heads(**given, caches=caches, **case.options)
+    nowhere = given | {
+        "k": None,
+        "v": None,
+        "slots": CASES["context"].arguments("float32", 0)["slots"],
+    }
+    with pytest.raises(ValueError, match="to write"):
+        attention_heads(**nowhere, **case.options)
     with pytest.raises(ValueError, match="need queries"):
         attention_heads(**(given | {"v": None}), **case.options)
 
@@ -109,10 +102,10 @@ def test_a_block_may_enter_a_ring_before_it_is_read_exactly_where_may_write_firs
             write_rows(cache, row, length, jnp.full((2,), tokens), ring=True)
             for cache, row in zip(old, rows, strict=True)
         ]
-        before, after = (
-            block_attention(q, *caches, *rows, length, scale=0.3, causal=True, window=window,
-                            ring=True)
-            for caches in (old, new)
+        attend = functools.partial(
+            block_attention, k_block=rows[0], v_block=rows[1], length=length, scale=0.3,
+            causal=True, window=window, ring=True,
         )  # fmt: skip
+        before, after = attend(q, *old), attend(q, *new)
         assert may_write_first(slots, tokens, window) == bool((before == after).all())
     assert may_write_first(0, tokens, None)
