@@ -23,7 +23,7 @@ from pallas_kernels.gated_delta import (
     gated_delta_step,
     gated_delta_tree,
 )
-from pallas_kernels.norm import Norm, normalise, rms_normalise
+from pallas_kernels.norm import Norm, rms_norm, rms_normalise
 from pallas_kernels.tree import ancestors_of, depths_of
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
     "gated_delta_sequential",
     "gated_delta_step",
     "gated_delta_tree",
-    "normalise",
+    "rms_norm",
     "rms_normalise",
     "write_rows",
 ]

@@ -85,6 +85,6 @@ class Attention(nnx.Module):
     def _rows(self, q: Array | None, x: Array, angles: Array, **options: Any) -> HeadRows:
         return attention_heads(
             q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim,
-            q_norm=self.q_norm.rule if self.normed else None,
-            k_norm=self.k_norm.rule if self.normed else None, **options,
+            q_norm=self.q_norm.norm if self.normed else None,
+            k_norm=self.k_norm.norm if self.normed else None, **options,
         )  # fmt: skip

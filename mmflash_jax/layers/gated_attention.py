@@ -64,7 +64,7 @@ class GatedAttention(nnx.Module):
         q = self.q_proj(x)
         heads = attention_heads(
             q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim, gated=True,
-            q_norm=self.q_norm.rule, k_norm=self.k_norm.rule,
+            q_norm=self.q_norm.norm, k_norm=self.k_norm.norm,
             slots=None if count is None else slots_of(cache, length, count), kernels=kernels,
         )  # fmt: skip
         rows = BlockRows.of(heads, cache)

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import Norm, normalise, rms_normalise
+from pallas_kernels import Norm, rms_norm, rms_normalise
 
 
 class RMSNorm(nnx.Module):
@@ -17,17 +17,19 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return normalise(x, self.rule)
+        return rms_norm(x, self.norm)
 
     @property
-    def rule(self) -> Norm:
-        return Norm(eps=self.eps, weight=self.weight[...], rounds_first=True)
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(self.weight[...], self.eps, "rounded")
 
 
 class ZeroCentredRMSNorm(nnx.Module):
     """Normalise, times `1 + weight`, all in fp32, round once (Qwen3_5RMSNorm).
 
-    The stored weight stays as it is in the checkpoint; the one is added here and nowhere else.
+    The stored weight stays as it is in the checkpoint; the one is added by `rms_norm` and nowhere
+    else.
     """
 
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
@@ -35,11 +37,12 @@ class ZeroCentredRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((width,), dtype))
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return normalise(x, self.rule)
+        return rms_norm(x, self.norm)
 
     @property
-    def rule(self) -> Norm:
-        return Norm(eps=self.eps, weight=self.weight[...], centre=1.0)
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(self.weight[...], self.eps, "zero_centred")
 
 
 class GemmaRMSNorm(nnx.Module):
@@ -53,11 +56,12 @@ class GemmaRMSNorm(nnx.Module):
         self.weight = nnx.Param(jnp.ones((width,), dtype)) if weighted else None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return normalise(x, self.rule)
+        return rms_norm(x, self.norm)
 
     @property
-    def rule(self) -> Norm:
-        return Norm(eps=self.eps, weight=None if self.weight is None else self.weight[...])
+    def norm(self) -> Norm:
+        """Weight and rounding steps."""
+        return Norm(None if self.weight is None else self.weight[...], self.eps, "plain")
 
 
 class GatedRMSNorm(nnx.Module):

@@ -100,14 +100,14 @@ class Attention(nnx.Module):
         B, T, _ = x.shape
         heads = functools.partial(
             attention_heads, self.q_proj(x), angles=angles, head_dim=self.layer.head_dim,
-            q_norm=self.q_norm.rule, kernels=kernels,
+            q_norm=self.q_norm.norm, kernels=kernels,
         )  # fmt: skip
         window = self.layer.window
         ring = window is not None
         if isinstance(cache, AttentionCache):
             first = parents is None and may_write_first(cache.k.shape[2], T, window)
             made = heads(
-                self.k_proj(x), self.v_proj(x), k_norm=self.k_norm.rule, v_norm=self.v_norm.rule,
+                self.k_proj(x), self.v_proj(x), k_norm=self.k_norm.norm, v_norm=self.v_norm.norm,
                 slots=slots_of(cache, length, count, ring=ring) if first else None,
             )  # fmt: skip
             rows = BlockRows.of(made, cache)

@@ -9,15 +9,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention_heads.reference import Slots
-from pallas_kernels.norm import Norm
+from pallas_kernels.norm import Kind, Norm
 
-NORMS: dict[str, tuple[dict[str, Any], ...]] = {
+NORMS: dict[str, tuple[tuple[Kind, bool], ...]] = {
     "none": (),
-    "qwen3": ({"rounds_first": True}, {"rounds_first": True}),
-    "qwen35": ({"centre": 1.0}, {"centre": 1.0}),
-    "gemma": ({}, {}, {"weight": None}),
+    "qwen3": (("rounded", True), ("rounded", True)),
+    "qwen35": (("zero_centred", True), ("zero_centred", True)),
+    "gemma": (("plain", True), ("plain", True), ("plain", False)),
 }
-"""What the norms of queries, keys and values are made of, apart from eps and weight."""
+"""Kinds of the norms of queries, keys and values, and whether they have weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,9 @@ class Case:
         position = np.asarray(self.starts)[:, None] + np.arange(T)
         frequency = 1e4 ** -(np.arange(self.half) / self.half)
         given["angles"] = jnp.asarray(position[..., None] * frequency, jnp.float32)
-        for name, kind in zip("qkv", NORMS[self.norms], strict=False):
+        for name, (kind, weighted) in zip("qkv", NORMS[self.norms], strict=False):
             if given[name] is not None:
-                made: dict[str, Any] = {"weight": normal(H)} | kind
-                given[f"{name}_norm"] = Norm(eps=1e-6, **made)
+                given[f"{name}_norm"] = Norm(normal(H) if weighted else None, 1e-6, kind)
         if self.S:
             cache = rng.standard_normal((2, B, self.K, self.S, H), np.float32)
             for row, start in enumerate(self.starts):

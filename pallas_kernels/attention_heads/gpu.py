@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention_heads.reference import HeadRows, Slots, turns
-from pallas_kernels.norm import Norm
+from pallas_kernels.norm import Norm, weigh
 
 # Numbers that a program holds: enough programs for all processors at batch 1.
 SHARE = 1024
@@ -67,23 +67,21 @@ def _wide(mask: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(mask[:, None] if mask.ndim == 1 else mask, shape)
 
 
-def _rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """fp32 with the precision of `dtype`."""
-    return x.astype(dtype).astype(jnp.float32)
-
-
 def _normed(norm: Norm | None, weight_ref: Any, x: Array, factor: Array, place: Array) -> Array:
-    """`pallas_kernels.norm.normalise` of loaded dimensions `place`, in fp32."""
-    wide = x.astype(jnp.float32)
+    """Loaded dimensions `place` of a head, normed, in the dtype of `x`."""
     if norm is None:
-        return wide
-    wide = wide * factor[:, None]
-    if weight_ref is None:
-        return _rounded(wide, x.dtype)
-    weight = plt.load(weight_ref.at[place]).astype(jnp.float32)[None, :]
-    if norm.rounds_first:
-        return _rounded(_rounded(wide, x.dtype) * _rounded(weight, x.dtype), x.dtype)
-    return _rounded(wide * (norm.centre + weight), x.dtype)
+        return x
+    weight = None
+    if weight_ref is not None:
+        weight = jnp.broadcast_to(plt.load(weight_ref.at[place])[None, :], x.shape)
+    return weigh(x.astype(jnp.float32) * factor[:, None], weight, norm.kind, x.dtype)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """Rounded to the dtype of `a` and wide again: the compiler would join a product in that dtype
+    with the sum that follows."""
+    product = a.astype(jnp.float32) * b.astype(jnp.float32)
+    return product.astype(a.dtype).astype(jnp.float32)
 
 
 def _head(sizes: _Sizes, part: _Part, head: Array, t: Array, inputs: dict[str, Any]) -> Array:
@@ -104,7 +102,7 @@ def _head(sizes: _Sizes, part: _Part, head: Array, t: Array, inputs: dict[str, A
         factor = lax.rsqrt(jnp.sum(wide * wide, axis=1) / H + part.norm.eps)
     own = _normed(part.norm, weight_ref, x, factor, place)
     if not part.turned:
-        return own.astype(x.dtype)
+        return own
     turns = place < 2 * half
     other_place = jnp.where(turns, jnp.where(place < half, place + half, place - half), place)
     other = _normed(part.norm, weight_ref, load(other_place), factor, other_place)
@@ -112,10 +110,10 @@ def _head(sizes: _Sizes, part: _Part, head: Array, t: Array, inputs: dict[str, A
     def turn(first: int) -> Array:
         at = inputs["turns"].at[t[:, None], (first + place)[None, :]]
         mask = _wide(real, shape) & _wide(turns[None, :], shape)
-        return plt.load(at, mask=mask, other=0.0).astype(jnp.float32)
+        return plt.load(at, mask=mask, other=0.0)
 
-    turned = _rounded(own * turn(0), x.dtype) + _rounded(other * turn(2 * half), x.dtype)
-    return jnp.where(_wide(turns[None, :], shape), turned, own).astype(x.dtype)
+    turned = _product(own, turn(0)) + _product(other, turn(2 * half))
+    return jnp.where(_wide(turns[None, :], shape), turned.astype(x.dtype), own)
 
 
 def _write(sizes: _Sizes, cache_ref: Any, rows: Array, head: Array, t: Array,

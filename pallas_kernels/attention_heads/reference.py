@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.norm import Norm, normalise
+from pallas_kernels.norm import Norm, rms_norm
 
 
 class HeadRows(NamedTuple):
@@ -103,7 +103,7 @@ def attention_heads(
         if x is None:
             return None
         x = x.reshape(*x.shape[:2], -1, width)[..., :head_dim]
-        return x if norm is None else normalise(x, norm)
+        return x if norm is None else rms_norm(x, norm)
 
     q, k = heads(q, q_norm, head_dim * (1 + gated)), heads(k, k_norm)
     q, k = (None if x is None else apply_rotary(x, angles) for x in (q, k))
