@@ -3,7 +3,8 @@
     python -m benchmarks.kernels parity
     python -m benchmarks.kernels time --batches 1 8 32 --context 1024 --report kernels.json
 
-`parity` compares on fresh random inputs whose unused cache slots are NaN. `time` runs each kernel
+`parity` compares on fresh random inputs whose unused cache slots are NaN, as is the memory that
+results are given. `time` runs each kernel
 inside one compiled loop over the caches of several layers, as decoding does, so that a cache comes
 from memory and not from the chip. Sizes are those of the published models.
 """
@@ -24,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from pallas_kernels import block_attention, gated_delta_step
+from pallas_kernels import Slots, attention_heads, block_attention, gated_delta_step
+from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu as attention_gpu
 from pallas_kernels.gated_delta import cases as delta_cases
@@ -63,10 +65,38 @@ def _error(got: Any, wanted: Any) -> float:
     return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-30))
 
 
+def _error_of_cache(got: Any, wanted: Any) -> float:
+    """The same for a cache, which must be NaN in the same places."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    if (np.isnan(got) != np.isnan(wanted)).any():
+        return float("inf")
+    return _error(np.nan_to_num(got), np.nan_to_num(wanted))
+
+
+def _poison(results: Any) -> None:
+    """Fill memory of the sizes of `results` with NaN and give it back: the next results lie there,
+    and what a kernel forgets to write shows."""
+    jax.block_until_ready([jnp.full(x.shape, np.nan, x.dtype) for x in jax.tree.leaves(results)])
+
+
 def parity(arguments: Parity) -> bool:
     """True if every kernel is within its tolerance."""
     good = True
     for dtype, allowed in ALLOWED.items():
+        for case in heads_cases.SERVED:
+            run = jax.jit(
+                functools.partial(attention_heads, **case.options), static_argnames="kernels"
+            )
+            inputs = case.arguments(dtype, arguments.seed)
+            wanted = run(**inputs)
+            _poison(wanted)
+            got = run(**inputs, kernels="gpu")
+            errors = {
+                name: _error_of_cache(ours, theirs) if "cache" in name else _error(ours, theirs)
+                for name, ours, theirs in zip(wanted._fields, got, wanted, strict=True)
+                if theirs is not None
+            }
+            good &= _say(f"heads_{case.name}", dtype, errors, allowed)
         for case in attention_cases.SERVED:
             run = functools.partial(block_attention, **case.options)
             got = jax.jit(functools.partial(run, kernels="gpu"))(
@@ -142,6 +172,55 @@ def _attention(case: attention_cases.Case, arguments: Time, batch: int) -> list[
     return trials
 
 
+def _heads(case: heads_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    """Reference and kernel behind the product that makes their input, as in a layer, which takes
+    the most of the time; the caches of `LAYERS` layers."""
+    case = dataclasses.replace(
+        case, starts=(arguments.context,) * batch, counts=(case.T,) * batch,
+        S=case.S if case.ring or not case.S else arguments.context + 528,
+    )  # fmt: skip
+    layers = [case.arguments("bfloat16", seed) for seed in range(LAYERS)]
+    sizes = [x.shape[-1] for x in (layers[0][name] for name in "qkv") if x is not None]
+    width = case.N * case.H
+    keys = jax.random.split(jax.random.key(arguments.context), LAYERS)
+    weights = [
+        jax.random.normal(key, (width, sum(sizes)), jnp.bfloat16) * width**-0.5 for key in keys
+    ]
+    x = jnp.ones((batch, case.T, width), jnp.bfloat16)
+    # Caches travel beside the rest, to be updated in place.
+    caches = [(layer["slots"].k, layer["slots"].v) if case.S else () for layer in layers]
+    trials = []
+    for kernels in ("reference", "gpu"):
+
+        def loop(steps: Any, x: Any, caches: Any, weights: Any, layers: Any,
+                 kernels: Any = kernels) -> Any:  # fmt: skip
+            def body(_: Any, carry: Any) -> Any:
+                x, caches = carry
+                after = []
+                for layer, weight, cache in zip(layers, weights, caches, strict=True):
+                    parts = jnp.split(x @ weight, np.cumsum(sizes)[:-1], axis=-1)
+                    given = layer | dict(zip("qkv", parts, strict=False))
+                    if cache:
+                        old = given["slots"]
+                        given["slots"] = Slots(
+                            k=cache[0], v=cache[1], start=old.start, count=old.count, ring=old.ring
+                        )
+                    rows = attention_heads(**given, **case.options, kernels=kernels)
+                    x = rows.q.reshape(x.shape)
+                    # Without a cache nothing else needs keys and values.
+                    x, *_ = jax.lax.optimization_barrier((x, rows.k, rows.v))
+                    after.append((rows.k_cache, rows.v_cache) if cache else ())
+                return x, after
+
+            return jax.lax.fori_loop(0, steps, body, (x, caches))
+
+        described = {"case": f"heads_{case.name}", "batch": batch, "tile": kernels}
+        moved = 2 * weights[0].size
+        given = (x, caches, weights, layers)
+        trials.append(Trial(jax.jit(loop), given, described, moved))
+    return trials
+
+
 def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
     kept = min(6, case.T)
     lengths, pending = (arguments.context,) * batch, (kept,) * batch
@@ -202,13 +281,15 @@ def _microseconds(compiled: Callable[..., Any], trial: Trial) -> float:
 def measure(arguments: Time) -> list[dict[str, Any]]:
     records = []
     makers: list[tuple[Sequence[Any], Any]] = [
-        (attention_cases.SERVED, _attention), (delta_cases.SERVED, _delta),
+        (heads_cases.SERVED, _heads), (attention_cases.SERVED, _attention),
+        (delta_cases.SERVED, _delta),
     ]  # fmt: skip
     for batch in arguments.batches:
         for cases, make in makers:
             for case in cases:
                 wanted = arguments.only in case.name
-                if not wanted or "prefill" in case.name or "like_keys" in case.name:
+                untimed = ("prefill", "like_keys", "context")
+                if not wanted or any(part in case.name for part in untimed):
                     continue
                 trials = make(case, arguments, batch)
                 with ThreadPoolExecutor(8) as pool:
