@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from benchmarks.acceptance import BLOCK, SyntheticRule, agreement, longest, mean
 from benchmarks.methods import FOLDERS, Method, read_methods
 from benchmarks.profile import write_profile
 from benchmarks.traffic import BANDWIDTH, context_bytes, size_of, weight_bytes
+from mmflash_jax.compilation import compile_at_once
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.records import RUNNING, DecodeState, Plan
 from mmflash_jax.drafters import NoDraft
@@ -39,6 +41,8 @@ from mmflash_jax.load import default_dtype, load_drafter, load_target
 from pallas_kernels import Kernels
 
 Record = dict[str, Any]
+PROFILED = 4
+"""Steps under the profiler."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,21 @@ class Settings:
     runs: int = 3
     report: Path | None = None
     """JSON file; the records of other runs in it stay."""
+    compile_first: bool = True
+    """Compile all cells side by side before the first is timed: quicker with many processors."""
     profile: Path | None = None
     """Folder for tables of kernels by time, a text file for each cell. Times under the profiler are
     longer and are not reported."""
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "batch", "capacity", "room"))
-def filled(plan: Plan, batch: int, capacity: int, room: int, context: Array) -> DecodeState:
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _noise(seed: int, shape: tuple[int, ...], dtype: str) -> Array:
+    """Alone in its program: one for all leaves of a state would take longer to compile than the
+    step that is timed."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16).astype(dtype)
+
+
+def filled(plan: Plan, batch: int, capacity: int, room: int, context: Array | int) -> DecodeState:
     """A state as after a prompt of `context` tokens, its caches random."""
     shapes = jax.eval_shape(
         lambda: (
@@ -77,32 +89,59 @@ def filled(plan: Plan, batch: int, capacity: int, room: int, context: Array) -> 
         )
     )
     leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), max(len(leaves), 1))
     values = [
         jnp.zeros(leaf.shape, leaf.dtype)
         if jnp.issubdtype(leaf.dtype, jnp.integer)
-        else jax.random.normal(key, leaf.shape, jnp.bfloat16).astype(leaf.dtype)
-        for leaf, key in zip(leaves, keys, strict=False)
+        else _noise(seed, leaf.shape, str(leaf.dtype))
+        for seed, leaf in enumerate(leaves)
     ]
     cache, draft = jax.tree.unflatten(structure, values)
-    zero = jnp.zeros((batch,), jnp.int32)
+
+    # Arrays of their own: a loop that is given its state cannot be given one array twice.
+    def each(value: int | Array) -> Array:
+        return jnp.zeros((batch,), jnp.int32) + value
+
     return DecodeState(
-        tokens=jnp.zeros((batch, room), jnp.int32), num_tokens=zero + 1, limit=zero + room,
-        anchor=zero + 100 + jnp.arange(batch), length=zero + context, rope_shift=zero,
-        reason=zero + RUNNING, steps=zero, drafted=jnp.zeros((batch, room), bool),
+        tokens=jnp.zeros((batch, room), jnp.int32), num_tokens=each(1), limit=each(room),
+        anchor=each(100) + jnp.arange(batch), length=each(context), rope_shift=each(0),
+        reason=each(RUNNING), steps=each(0), drafted=jnp.zeros((batch, room), bool),
         committed=jnp.zeros((batch, plan.drafter.block), jnp.int32), cache=cache, draft=draft,
         sampling=None,
     )  # fmt: skip
 
 
-def time_cell(settings: Settings, plan: Plan, params: Params, batch: int, context: int) -> Record:
-    """Median step time and tokens a second of one plan, batch and context."""
-    most = plan.drafter.block * settings.steps * (settings.runs + 1) + 1
-    capacity = -(-(context + most + plan.drafter.block) // 64) * 64
-    state = filled(plan, batch, capacity, most, np.int32(context))
+@dataclass(frozen=True)
+class Cell:
+    """A method at a batch and a context: what one record is about."""
+
+    method: Method
+    kernels: Kernels
+    batch: int
+    context: int
+    plan: Plan
+    params: Params
+    said: Record
+
+    def state(self, settings: Settings) -> DecodeState:
+        """What its runs start from, with room for all that they may commit."""
+        block = self.plan.drafter.block
+        steps = settings.steps * (settings.runs + 1) + PROFILED
+        most = block * steps + 1
+        capacity = -(-(self.context + most + block) // 64) * 64
+        return filled(self.plan, self.batch, capacity, most, self.context)
+
+    def lower(self, settings: Settings) -> jax.stages.Lowered:
+        state = jax.eval_shape(lambda: self.state(settings))
+        return decode.lower(self.plan, self.params, state, np.int32(settings.steps))
+
+
+def time_cell(settings: Settings, cell: Cell) -> Record:
+    """Median step time and tokens a second."""
+    plan, params, batch = cell.plan, cell.params, cell.batch
+    state = cell.state(settings)
     began = time.perf_counter()
     state = jax.block_until_ready(decode(plan, params, state, np.int32(settings.steps)))
-    compile_s = time.perf_counter() - began
+    first_s = time.perf_counter() - began
     seconds, tokens = [], []
     for _ in range(settings.runs):
         before = np.asarray(state.num_tokens).sum()
@@ -111,24 +150,25 @@ def time_cell(settings: Settings, plan: Plan, params: Params, batch: int, contex
         seconds.append(time.perf_counter() - began)
         tokens.append(int(np.asarray(state.num_tokens).sum() - before))
     step_s = float(np.median(seconds)) / settings.steps
-    average = float(np.asarray(state.length).mean() + context) / 2
+    average = float(np.asarray(state.length).mean() + cell.context) / 2
     moved = weight_bytes(plan, params) + context_bytes(plan, state, average)
     stats = jax.devices()[0].memory_stats() or {}
-    cell = {
+    figures = {
         "step_ms": round(1e3 * step_s, 3),
         "tokens_per_s": round(float(np.median(np.array(tokens) / np.array(seconds))), 1),
         "tau": round(float(np.mean(tokens)) / settings.steps / batch, 3),
         "bytes_moved": moved,
         "bandwidth_share": round(moved / step_s / BANDWIDTH, 3),
         "memory_bytes": stats.get("bytes_in_use"),
-        "first_run_s": round(compile_s, 1),
+        "first_run_s": round(first_s, 1),
         "step_ms_runs": [round(1e3 * s / settings.steps, 3) for s in seconds],
     }
     if settings.profile is not None:
         name = f"{type(plan.drafter).__name__}{plan.drafter.block}_{plan.target.kernels}"  # type: ignore[attr-defined]
-        run = functools.partial(decode, plan, params, state, np.int32(4))
-        write_profile(run, settings.profile / f"{name}_b{batch}_c{context}.txt", steps=4)
-    return cell
+        run = functools.partial(decode, plan, params, state, np.int32(PROFILED))
+        path = settings.profile / f"{name}_b{batch}_c{cell.context}.txt"
+        write_profile(run, path, steps=PROFILED)
+    return figures
 
 
 @dataclass(frozen=True)
@@ -202,28 +242,36 @@ def measure(settings: Settings) -> list[Record]:
     records: list[Record] = []
     if settings.report and settings.report.exists():
         records = json.loads(settings.report.read_text())
+    cells = list(cells_of(settings, loaded, methods))
+    if settings.compile_first:
+        compile_at_once(functools.partial(cell.lower, settings) for cell in cells)
+    plain: Record = {}
+    for cell in cells:
+        figures = time_cell(settings, cell)
+        is_plain = cell.method.kind == "none"
+        if is_plain:
+            plain = {f"plain_{name}": value for name, value in figures.items()}
+        shown = {"drafter": cell.method.name, "batch": cell.batch, "context": cell.context}
+        print(json.dumps({"kernels": cell.kernels, **shown, **figures}), flush=True)
+        records.append({
+            "device": describe_device(), "target": type(loaded.target).__name__, **shown,
+            "kernels": cell.kernels, "weights": "random", **cell.said, "versions": versions(),
+            "commit": commit.stdout.strip(), **loaded.facts,
+            **loaded.draft_facts[cell.method.kind], **figures, **({} if is_plain else plain),
+        })  # fmt: skip
+        if settings.report:
+            settings.report.parent.mkdir(parents=True, exist_ok=True)
+            settings.report.write_text(json.dumps(records, indent=1) + "\n")
+    return records
+
+
+def cells_of(settings: Settings, loaded: Loaded, methods: list[Method]) -> Iterator[Cell]:
+    """All cells, plain decoding first in each context, batch and choice of kernels."""
     groups = itertools.product(settings.contexts, settings.batches, settings.kernels)
     for context, batch, kernels in groups:
-        plain: Record = {}
         for method in methods:
             plan, params, said = plan_of(loaded, method, kernels, settings.tau)
-            cell = time_cell(settings, plan, params, batch, context)
-            if method.kind == "none":
-                plain = {f"plain_{name}": value for name, value in cell.items()}
-            shown = {"drafter": method.name, "batch": batch, "context": context, **cell}
-            print(json.dumps({"kernels": kernels, **shown}), flush=True)
-            records.append({
-                "device": describe_device(), "target": type(loaded.target).__name__,
-                "drafter": method.name, "batch": batch, "context": context, "kernels": kernels,
-                "weights": "random", **said, "versions": versions(),
-                "commit": commit.stdout.strip(), **loaded.facts,
-                **loaded.draft_facts[method.kind], **cell,
-                **({} if method.kind == "none" else plain),
-            })  # fmt: skip
-            if settings.report:
-                settings.report.parent.mkdir(parents=True, exist_ok=True)
-                settings.report.write_text(json.dumps(records, indent=1) + "\n")
-    return records
+            yield Cell(method, kernels, batch, context, plan, params, said)
 
 
 def main() -> int:

@@ -104,8 +104,8 @@ class Bare:
 
     def state(self, batch: int) -> DecodeState:
         """After prompts of the server's length."""
-        context = np.int32(self.settings.prompt)
-        return filled(self.plan, batch, self.capacity, self.settings.output, context)
+        room = self.settings.output
+        return filled(self.plan, batch, self.capacity, room, self.settings.prompt)
 
     def compile(self) -> None:
         """The loop for every number of rows."""

@@ -128,6 +128,9 @@ class ServeConfig(SamplingSettings):
     prefill_tokens: int = 2048
     """Prompt tokens prefilled between two runs of the loop. Fewer hold up running answers less,
     more fill free rows sooner."""
+    run_ms: float = 80.0
+    """Time that the loop decodes before the server looks at what has come in meanwhile, if no row
+    ends before. Shorter: smoother streams; longer: less is lost between two runs."""
     max_queue: int = 64
     """Requests that may wait for a row; more are turned away for now."""
     image_root: Path | None = None
@@ -145,7 +148,7 @@ class ServeConfig(SamplingSettings):
         super().__post_init__()
         _positive(
             self, "max_tokens", "max_length", "batch", "model_parallel", "draft_embedding_scale",
-            "draft_tokens", "draft_top_k", "draft_depth", "prefill_tokens", "max_queue",
+            "draft_tokens", "draft_top_k", "draft_depth", "prefill_tokens", "run_ms", "max_queue",
             "fetch_seconds", "max_images", "max_image_mb",
         )  # fmt: skip
         if self.port is not None and not 0 <= self.port < 2**16:

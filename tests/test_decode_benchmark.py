@@ -1,6 +1,7 @@
 """`benchmarks.decode` on tiny checkpoints: every method's cell, its acceptance, and the report."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -25,6 +26,7 @@ from benchmarks.full_size import target_config
 from benchmarks.methods import ALL, read_method, read_methods
 from benchmarks.random_drafts import assistant_config, write_drafts
 from benchmarks.traffic import weight_bytes
+from mmflash_jax.compilation import compile_at_once, compiled_programs
 from mmflash_jax.decode.records import RUNNING, DecodeState, Verification
 from mmflash_jax.drafters import Gemma4Assistant, Proposal
 from mmflash_jax.layers.schema import leaves_with_path
@@ -83,13 +85,26 @@ def test_every_method_is_timed_beside_plain_decoding(family, folders, tmp_path):
     assert sizes == {name: expected[name] for name in by_name}
 
 
+def test_a_lowered_cell_is_the_program_that_is_timed(folders):
+    settings = timing.Settings(folders["qwen35"], batches=(2,), contexts=(24,), steps=2, runs=1)
+    cells = list(timing.cells_of(settings, *timing.load(settings)))
+    assert [cell.method.name for cell in cells] == ["none", "dflash"]
+    compile_at_once(functools.partial(cell.lower, settings) for cell in cells)
+    for cell in cells:
+        cell.state(settings)
+        before = compiled_programs()
+        timing.time_cell(settings, cell)
+        assert compiled_programs() == before
+
+
 def test_what_is_timed_is_written_at_once(folders, tmp_path, monkeypatch):
     cells = iter([{"step_ms": 2.0}])
     monkeypatch.setattr(timing, "time_cell", lambda *_: next(cells))
     report = tmp_path / "decode.json"
     settings = timing.Settings(
-        folders["qwen35"], drafters=("mtp3", "none"), batches=(1,), report=report
-    )
+        folders["qwen35"], drafters=("mtp3", "none"), batches=(1,), report=report,
+        compile_first=False,
+    )  # fmt: skip
     report.write_text('[{"of": "another run"}]')
     with pytest.raises(StopIteration):
         timing.measure(settings)

@@ -41,7 +41,7 @@ class Shape:
 
     slots: rows that decode at once.
     capacity: tokens of a row, prompt and answer.
-    steps: most verify steps of one `run`.
+    steps: most verify steps of one `run`, which may be given fewer.
     widths: tokens of a prefill chunk, narrowest first; the last chunk of a prompt takes the
         narrowest that holds it.
     image_sizes: patches that images are padded to, smallest first.
@@ -51,7 +51,7 @@ class Shape:
 
     slots: int
     capacity: int
-    steps: int = 4
+    steps: int = 16
     widths: tuple[int, ...] = (32, 128, 512)
     image_sizes: tuple[int, ...] = ()
     paces: tuple[tuple[int, int], ...] = ()
@@ -183,12 +183,15 @@ def run(
     plan: Plan,
     params: Params,
     state: DecodeState,
+    budget: Int[Array, ""] | None = None,
     *,
     steps: int,
     rows: int,
     width: int,
 ) -> tuple[DecodeState, Emission]:
     """Step until a row ends, none runs or `steps` are taken; tell what each row gained.
+
+    `budget` allows fewer steps than `steps`, for which an emission has room.
 
     Only the first `rows` slots run, and only the first `width` tokens of a block are verified: few
     requests should not pay for many rows, nor many rows for drafts that are not accepted. A row
@@ -197,9 +200,9 @@ def run(
     if width < plan.drafter.block:
         plan = dataclasses.replace(plan, drafter=Narrowed(plan.drafter, width))
     if rows == state.reason.shape[0]:
-        return _run(plan, params, state, steps)
+        return _run(plan, params, state, budget, steps)
     part = _map_rows(plan, lambda leaf, axis: lax.slice_in_dim(leaf, 0, rows, axis=axis), state)
-    part, emission = _run(plan, params, part, steps)
+    part, emission = _run(plan, params, part, budget, steps)
 
     def put_back(leaf: Array, one: Array, axis: int) -> Array:
         return lax.dynamic_update_slice_in_dim(leaf, one, 0, axis)
@@ -208,14 +211,15 @@ def run(
 
 
 def _run(
-    plan: Plan, params: Params, state: DecodeState, steps: int
+    plan: Plan, params: Params, state: DecodeState, budget: Array | None, steps: int
 ) -> tuple[DecodeState, Emission]:
     # A row that has taken no step yet has not been told of either; a run takes at least one.
     since = jnp.where(state.steps == 0, 0, state.num_tokens)
+    most = steps if budget is None else jnp.minimum(budget, steps)
 
     def more(carry: tuple[Array, DecodeState]) -> Array:
         taken, now = carry
-        return (taken < steps) & jnp.any(now.running) & jnp.all(now.reason == state.reason)
+        return (taken < most) & jnp.any(now.running) & jnp.all(now.reason == state.reason)
 
     def once(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
         taken, now = carry

@@ -25,7 +25,7 @@ from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
-from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
 from pallas_kernels import HeadRows, Kernels, Slots, block_attention
 
 
@@ -314,9 +314,9 @@ class DFlash:
             Rule("norm.weight", ("norm", "weight")),
         ]
         for index in range(len(self.config.layers)):
-            rules += _layer_rules(
-                f"layers.{index}.", ("layers", index), bias=self.config.attention_bias
-            )
+            prefix, path = f"layers.{index}.", ("layers", index)
+            rules += _layer_rules(prefix, path, bias=self.config.attention_bias)
+            rules += gated_mlp(f"{prefix}mlp.", (*path, "mlp"), self.config.intermediate_size)
         return rules
 
 
@@ -332,8 +332,6 @@ def _layer_rules(prefix: str, path: Path, *, bias: bool) -> Iterator[Rule]:
         yield Rule(f"{prefix}self_attn.{name}.weight", (*at, "kernel"), TRANSPOSE)
         if bias:
             yield Rule(f"{prefix}self_attn.{name}.bias", (*at, "bias"))
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        yield Rule(f"{prefix}mlp.{name}.weight", (*path, "mlp", name, "kernel"), TRANSPOSE)
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield Rule(f"{prefix}{name}.weight", (*path, name, "weight"))
     for name in ("q_norm", "k_norm"):

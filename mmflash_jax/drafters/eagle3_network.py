@@ -13,7 +13,7 @@ from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.tree import BlockRows
-from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
 from pallas_kernels import Kernels, block_attention
 
 
@@ -147,9 +147,7 @@ def weight_rules(c: Config) -> list[Rule]:
         rules.append(Rule(f"{hf}.weight", (*at, "kernel"), TRANSPOSE))
         if c.attention_bias:
             rules.append(Rule(f"{hf}.bias", (*at, "bias")))
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        path = ("layer", "mlp", name, "kernel")
-        rules.append(Rule(f"{c.prefix}mlp.{name}.weight", path, TRANSPOSE))
+    rules += gated_mlp(f"{c.prefix}mlp.", ("layer", "mlp"), c.intermediate_size)
     norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
     norms += ["self_attn.q_norm", "self_attn.k_norm"] if c.normed_heads else []
     for name in norms:

@@ -37,7 +37,7 @@ from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, abstract_module, initialise
-from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
 from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
 from pallas_kernels import Kernels
 
@@ -386,9 +386,8 @@ class Qwen35MTP:
         norms = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
         rules = [Rule(f"mtp.{name}.weight", (name, "weight")) for name in norms]
         rules.append(Rule("mtp.fc.weight", ("fc", "kernel"), TRANSPOSE))
-        linears = [f"self_attn.{name}_proj" for name in "qkvo"]
-        linears += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-        for name in linears:
+        rules += gated_mlp("mtp.layers.0.mlp.", ("layers", 0, "mlp"), self.config.intermediate_size)
+        for name in (f"self_attn.{name}_proj" for name in "qkvo"):
             path = ("layers", 0, *name.split("."), "kernel")
             rules.append(Rule(f"mtp.layers.0.{name}.weight", path, TRANSPOSE))
         plain = ["input_layernorm", "post_attention_layernorm"]

@@ -50,6 +50,10 @@ class Pace:
         probe, due = divmod(self._turns[rows], PROBE_EVERY)
         return widths[probe % len(widths)] if due == 0 else best
 
+    def seconds(self, rows: int, width: int) -> float | None:
+        """What a step has taken lately, None if it is not known yet."""
+        return self._seconds.get((rows, width))
+
     def tau(self, width: int) -> float:
         """Tokens a step that steps of this width have given lately."""
         return 1 + float((self._kept / self._tried)[: width - 1].sum())

@@ -24,7 +24,7 @@ def large_programs(
     plan, params, shape = pieces.plan, pieces.params, pieces.shape
     for rows, width in paces:
         options = {"steps": shape.steps, "rows": rows, "width": width}
-        yield functools.partial(run.lower, plan, params, state, **options)
+        yield functools.partial(run.lower, plan, params, state, np.int32(0), **options)
     prompt = empty_prompts(plan, 1, shape.capacity)
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     for width in shape.widths:

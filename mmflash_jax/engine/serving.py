@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 LAST_TURN_S = 30.0
 """Seconds that a turn may still take when the engine is told to end."""
+SHORT_RUN = 4
+"""Verify steps between two pieces of a prompt, and the fewest that a run is given."""
 PREFILLS_AT_ONCE = 2
 """Prompts that are prefilled in turns: a short one overtakes a long one that came before it."""
 
@@ -73,10 +75,11 @@ class Engine:
         *,
         queue: int = 64,
         prefill: int = 2048,
+        run_s: float | None = None,
         metrics: Metrics | None = None,
     ):
         self.plan, self.params, self.shape, self.queue = plan, params, shape, queue
-        self._prefill_tokens = prefill
+        self._prefill_tokens, self._run_s = prefill, run_s
         self.metrics = metrics or Metrics(plan.drafter.block)
         self.failure: BaseException | None = None
         self.beat = time.monotonic()
@@ -108,7 +111,7 @@ class Engine:
                     self._state = insert(self.plan, self._state, row, np.int32(0))
             self._free([0])
         for rows, width in self._paces:
-            self._state, _ = self._run(rows, width)
+            self._state, _ = self._run(rows, width, 0)
         jax.block_until_ready(self._state)
         self.metrics.warmed_up()
 
@@ -310,17 +313,30 @@ class Engine:
             # The clock sees decoding only.
             jax.block_until_ready(self._state)
             began = time.perf_counter()
+        budget = self._budget(rows, width)
         return _Run(
-            given=_in_background(functools.partial(self._run, rows, width)),
+            given=_in_background(functools.partial(self._run, rows, width, budget)),
             tickets=tuple(self._slots[:rows]),
             width=width,
             began=began,
         )
 
-    def _run(self, rows: int, width: int) -> tuple[DecodeState, Emission]:
+    def _budget(self, rows: int, width: int) -> int:
+        """Verify steps of the next run: each run costs the host some milliseconds, but what comes
+        in meanwhile waits for its end."""
+        most = self.shape.steps
+        if self._run_s is None:
+            return most
+        seconds = self._pace.seconds(rows, width)
+        if self._prefills or seconds is None:
+            return min(SHORT_RUN, most)
+        return min(max(SHORT_RUN, int(self._run_s / seconds)), most)
+
+    def _run(self, rows: int, width: int, budget: int) -> tuple[DecodeState, Emission]:
         return run(
-            self.plan, self.params, self._state, steps=self.shape.steps, rows=rows, width=width
-        )
+            self.plan, self.params, self._state, np.int32(budget), steps=self.shape.steps,
+            rows=rows, width=width,
+        )  # fmt: skip
 
     def _hand_out(self, last: _Run) -> list[int]:
         """Tell the requests of a run what they gained; the slots of those that ended."""

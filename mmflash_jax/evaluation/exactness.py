@@ -24,6 +24,8 @@ from mmflash_jax.layers.schema import Params
 
 # Of the largest logit. bf16 keeps 8 bits, and a few layers of it move a logit by about 2^-6.
 TIE = {"float32": 1e-5, "bfloat16": 2.0**-6}
+AT_ONCE = 16
+"""Differences that are examined at the same time."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class Parity:
         return all(divergence.explained for divergence in self.divergences)
 
 
+@dataclass(frozen=True)
+class Fork:
+    """Where two answers part: the prompt with what they share, the place of the next token in the
+    answer, and both ids for it."""
+
+    known: Prompt
+    place: int
+    ids: list[int]
+
+
 def compare(
     plan: Plan,
     params: Params,
@@ -62,17 +74,20 @@ def compare(
 ) -> Parity:
     """Compare ids row by row; differences are examined in fp32."""
     equal = tuple(a.token_ids == b.token_ids for a, b in zip(drafted, plain, strict=True))
-    divergences = []
-    for row, same in enumerate(equal):
-        if same:
-            continue
-        place = _first_difference(drafted[row].token_ids, plain[row].token_ids)
-        here = [*drafted[row].token_ids[place:][:1], *plain[row].token_ids[place:][:1]]
-        known = plain[row].token_ids[:place]
-        # Answers that differ in length alone have one id here, which is no tie.
-        gap = _gap(plan, params, prompts[row], known, here) if len(here) == 2 else None
-        explained = gap is not None and gap <= TIE[plan.target.dtype]
-        divergences.append(Divergence(row, place, gap, explained))
+    places = {
+        row: _first_difference(drafted[row].token_ids, plain[row].token_ids)
+        for row, same in enumerate(equal)
+        if not same
+    }
+    forks = {row: _fork(prompts[row], drafted[row], plain[row], places[row]) for row in places}
+    # Answers that differ in length alone have one id here, which is no tie.
+    forks = {row: fork for row, fork in forks.items() if len(fork.ids) == 2}
+    gaps = dict(zip(forks, _gaps(plan, params, list(forks.values())), strict=True))
+    tie = TIE[plan.target.dtype]
+    divergences = (
+        Divergence(row, place, gaps.get(row), row in gaps and gaps[row] <= tie)
+        for row, place in places.items()
+    )
     return Parity(equal, tuple(divergences))
 
 
@@ -81,19 +96,35 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next(different, min(len(a), len(b)))
 
 
-def _gap(
-    plan: Plan, params: Params, prompt: Prompt, known: Sequence[int], ids: Sequence[int]
-) -> float:
-    """Distance of the lowest of `ids` to the best id after the prompt and `known` tokens."""
+def _fork(prompt: Prompt, drafted: Completion, plain: Completion, place: int) -> Fork:
+    ids = [id for answer in (drafted, plain) for id in answer.token_ids[place:][:1]]
+    return Fork(extend(prompt, plain.token_ids[:place]), place, ids)
+
+
+def _gaps(plan: Plan, params: Params, forks: Sequence[Fork]) -> list[float]:
+    """Distance of the lower of a fork's ids to the best id there, `AT_ONCE` forks at a time."""
+    if not forks:
+        return []
     target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
-    plain = dataclasses.replace(plan, target=target, drafter=NoDraft())
-    longer = extend(prompt, known)
-    everything = {"target": wide, "drafter": {}}
-    state = run_prompts(plain, everything, [longer], capacity=bucket(len(longer.ids), 64))
-    logits = plan.tokens_only(target.logits(wide, state.last))[:, None]
-    place = jnp.full((1, 1), len(known), jnp.int32)
-    # A sampled token is the largest of logits and noise; ids that a filter left out are -inf.
-    compared = np.asarray(scores(logits, gather([prompt.sampling]), place))[0, 0]
+    exact = dataclasses.replace(plan, target=target, drafter=NoDraft())
+    # One capacity and one number of rows, the last ones absent: few programs.
+    capacity = bucket(max(len(fork.known.ids) for fork in forks), 64)
+    rows = min(AT_ONCE, len(forks))
+    gaps: list[float] = []
+    for start in range(0, len(forks), rows):
+        part = forks[start : start + rows]
+        prompts = [fork.known for fork in part] + [None] * (rows - len(part))
+        state = run_prompts(exact, {"target": wide, "drafter": {}}, prompts, capacity=capacity)
+        logits = plan.tokens_only(target.logits(wide, state.last))[: len(part), None]
+        place = np.array([[fork.place] for fork in part], np.int32)
+        # A sampled token is the largest of logits and noise; ids that a filter left out are -inf.
+        sampling = gather([fork.known.sampling for fork in part])
+        compared = np.asarray(scores(logits, sampling, jnp.asarray(place)))[:, 0]
+        gaps += [_gap(row, fork.ids) for row, fork in zip(compared, part, strict=True)]
+    return gaps
+
+
+def _gap(compared: np.ndarray, ids: Sequence[int]) -> float:
     scale = np.abs(compared[np.isfinite(compared)]).max()
     return float((compared.max() - compared[list(ids)].min()) / scale)

@@ -1,6 +1,7 @@
 """From settings to a running server."""
 
 import logging
+import sys
 
 import uvicorn
 
@@ -22,6 +23,8 @@ from mmflash_jax.server.generate import Defaults
 from mmflash_jax.server.images import ImageLimits
 
 log = logging.getLogger(__name__)
+
+SWITCH_S = 2e-4
 
 
 def make_shape(config: ServeConfig, session: Session, largest: PatchedImage) -> Shape:
@@ -47,7 +50,13 @@ def make_site(config: ServeConfig, session: Session, shape: Shape | None = None)
     largest = large_image(session.encoder)
     shape = shape or make_shape(config, session, largest)
     check_memory(plan, shape, free_memory())
-    engine = Engine(plan, params, shape, queue=config.max_queue, prefill=config.prefill_tokens)
+    # The thread that starts the next run must not wait for those that write answers: by default
+    # Python lets a thread keep the interpreter for 5 ms, as long as a step takes.
+    sys.setswitchinterval(SWITCH_S)
+    engine = Engine(
+        plan, params, shape, queue=config.max_queue, prefill=config.prefill_tokens,
+        run_s=config.run_ms / 1e3,
+    )  # fmt: skip
     engine.warm_up(largest)
     return Site(
         engine=engine,

@@ -36,7 +36,7 @@ from mmflash_jax.targets.base import TargetOutput
 from mmflash_jax.targets.gemma4_config import Config, Layer
 from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
 from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
-from mmflash_jax.weights import TRANSPOSE, Rule
+from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
 from mmflash_jax.weights.gemma4_layers import Rotary
 from pallas_kernels import Kernels, attention_heads, block_attention
 
@@ -189,7 +189,7 @@ class Gemma4:
 
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|embed_tokens_per_layer)\.embedding$", ("model", None)),
-        (r"layers\.\d+\.mlp\.(gate|up)_proj\.kernel$", (None, "model")),
+        (r"layers\.\d+\.mlp\.gate_up_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.self_attn\.[qkv]_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.(mlp\.down_proj|self_attn\.o_proj)\.kernel$", ("model", None)),
     )
@@ -413,7 +413,9 @@ class Gemma4:
         ]
         for index, layer in enumerate(self.config.layers):
             makes_keys = layer.source == index
-            rules += _layer_rules(f"{prefix}layers.{index}.", ("layers", index), makes_keys)
+            at, path = f"{prefix}layers.{index}.", ("layers", index)
+            rules += _layer_rules(at, path, makes_keys)
+            rules += gated_mlp(f"{at}mlp.", (*path, "mlp"), layer.intermediate_size)
         return rules + tower_rules(self.config.vision, path=("visual",))
 
 
@@ -423,7 +425,7 @@ def _rotary_of(layer: Layer) -> tuple[Rotary, int]:
 
 
 _LINEAR = (
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "self_attn.o_proj",
+    "self_attn.q_proj", "self_attn.o_proj",
     "per_layer_input_gate", "per_layer_projection",
 )  # fmt: skip
 _PLAIN = (

@@ -37,7 +37,7 @@ from mmflash_jax.targets.qwen3_5_delta import (
 )
 from mmflash_jax.towers.qwen3_5_vision import VisionTower
 from mmflash_jax.towers.qwen3_5_vision import weight_rules as tower_rules
-from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule
+from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule, gated_mlp
 from pallas_kernels import Kernels
 
 
@@ -106,7 +106,7 @@ class Qwen35:
 
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|lm_head)\.embedding$", ("model", None)),
-        (r"layers\.\d+\.mlp\.(gate|up)_proj\.kernel$", (None, "model")),
+        (r"layers\.\d+\.mlp\.gate_up_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.self_attn\.[qkv]_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.linear_attn\.in_proj_(qkv|z)\.kernel$", (None, "model")),
         (r"layers\.\d+\.(mlp\.down_proj|self_attn\.o_proj)\.kernel$", ("model", None)),
@@ -306,7 +306,9 @@ class Qwen35:
         if not self.config.tie_word_embeddings:
             rules.append(Rule("lm_head.weight", ("lm_head", "embedding")))
         for index, kind in enumerate(self.config.layer_types):
-            rules += _layer_rules(f"{prefix}layers.{index}.", ("layers", index), kind)
+            at, path = f"{prefix}layers.{index}.", ("layers", index)
+            rules += _layer_rules(at, path, kind)
+            rules += gated_mlp(f"{at}mlp.", (*path, "mlp"), self.config.intermediate_size)
             if kind == "linear_attention":
                 rules += self._gate_rules(f"{prefix}layers.{index}.linear_attn.", index)
         return rules + tower_rules(self.config.vision)
@@ -321,7 +323,6 @@ class Qwen35:
         ]
 
 
-_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _LINEAR = {
     "full_attention": tuple(f"self_attn.{name}_proj" for name in "qkvo"),
     "linear_attention": tuple(
@@ -335,7 +336,7 @@ _PLAIN = {
 
 
 def _layer_rules(prefix: str, path: Path, kind: str) -> Iterator[Rule]:
-    for name in (*_MLP, *_LINEAR[kind]):
+    for name in _LINEAR[kind]:
         yield Rule(f"{prefix}{name}.weight", (*path, *name.split("."), "kernel"), TRANSPOSE)
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight", *_PLAIN[kind]):
         yield Rule(f"{prefix}{name}", (*path, *name.split(".")))

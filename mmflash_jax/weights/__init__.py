@@ -9,7 +9,9 @@ from mmflash_jax.weights.rules import (
     WeightsError,
     export_params,
     flatten_patches,
+    gated_mlp,
     import_params,
+    side_by_side,
 )
 from mmflash_jax.weights.store import TensorStore, write_checkpoint
 
@@ -23,6 +25,8 @@ __all__ = [
     "WeightsError",
     "export_params",
     "flatten_patches",
+    "gated_mlp",
     "import_params",
+    "side_by_side",
     "write_checkpoint",
 ]

@@ -5,6 +5,7 @@ every parameter filled once, every shape right) and exports. A tensor is a param
 lies beside others in one, so that they are multiplied together.
 """
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,6 +67,23 @@ class Rule:
             return tuple(parameter)
         start, stop = self.columns
         return (*parameter[:-1], stop - start)
+
+
+def side_by_side(matrices: Mapping[str, int], path: Path) -> list[Rule]:
+    """Rules of matrices `[out, in]`, names to `out`, whose columns lie beside each other in one
+    kernel `[in, sum of out]`, in this order."""
+    ends = list(itertools.accumulate(matrices.values(), initial=0))
+    return [
+        Rule(name, path, TRANSPOSE, columns)
+        for name, columns in zip(matrices, itertools.pairwise(ends), strict=True)
+    ]
+
+
+def gated_mlp(prefix: str, path: Path, hidden: int) -> list[Rule]:
+    """Rules of `gate_proj`, `up_proj` and `down_proj` of a gated MLP (`layers.mlp`)."""
+    joined = {f"{prefix}{name}_proj.weight": hidden for name in ("gate", "up")}
+    down = Rule(f"{prefix}down_proj.weight", (*path, "down_proj", "kernel"), TRANSPOSE)
+    return [*side_by_side(joined, (*path, "gate_up_proj", "kernel")), down]
 
 
 def import_params(

@@ -17,7 +17,7 @@ from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.decode.slots import Shape
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import answer
-from mmflash_jax.engine.serving import Engine
+from mmflash_jax.engine.serving import SHORT_RUN, Engine
 from mmflash_jax.engine.tickets import BusyError, RefusedError, Update
 from mmflash_jax.load import load_target
 from tests import tiny
@@ -306,6 +306,20 @@ def test_a_short_prompt_overtakes_a_long_one(setup):
     engine.stop(patience_s=60)
     assert told.index("first") < told.index("short") < told.index("long")
     assert inboxes["long"].ids == setup.plain[1]
+
+
+@pytest.mark.parametrize(("run_s", "most"), [(1e-9, SHORT_RUN), (1e9, 7), (None, 7)])
+def test_a_run_takes_the_time_that_it_is_given(setup, run_s, most):
+    """Short runs while nothing is known of a step's time; then as many steps as fit."""
+    shape = dataclasses.replace(SHAPE, steps=7, paces=((3, 4),))
+    engine, inbox = Engine(setup.plan, setup.params, shape, run_s=run_s), Inbox()
+    engine.submit(setup.prompts[1], inbox)
+    engine.start()
+    assert inbox.wait().ids == setup.plain[1]
+    engine.stop(patience_s=60)
+    taken = np.diff([0, *(update.steps for update in inbox.updates)])
+    assert taken[0] == (7 if run_s is None else SHORT_RUN)
+    assert taken.max() == most
 
 
 def test_an_engine_that_was_idle_is_not_stuck_when_work_comes(setup, engine):

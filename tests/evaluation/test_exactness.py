@@ -18,7 +18,7 @@ from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import Answers, Completion, Timing, answer
 from mmflash_jax.engine.prompts import PromptEncoder, Request
-from mmflash_jax.evaluation import report
+from mmflash_jax.evaluation import exactness, report
 from mmflash_jax.evaluation.exactness import Parity, compare
 from mmflash_jax.evaluation.measure import Measured
 from mmflash_jax.load import load_target
@@ -106,6 +106,19 @@ def test_a_tie_is_explained_only_below_the_tolerance(setup, place, factor, expla
     assert divergence.explained is parity.holds is explained
     # A share of the largest magnitude, which may be another logit's.
     assert divergence.gap == pytest.approx(1 - factor, rel=0.3, abs=1e-6)
+
+
+def test_differences_are_examined_together_as_they_are_alone(setup, monkeypatch):
+    ends = [changed(setup.plain[0], 1, 7), changed(setup.plain[1], PLACE, 9)]
+    gaps = {}
+    for at_once in (1, 2, 16):
+        monkeypatch.setattr(exactness, "AT_ONCE", at_once)
+        parity = compare(setup.plan, setup.params, setup.prompts, ends, setup.plain)
+        assert [(one.row, one.place) for one in parity.divergences] == [(0, 1), (1, PLACE)]
+        gaps[at_once] = [one.gap for one in parity.divergences]
+    assert gaps[1] == pytest.approx(gaps[2], rel=1e-4)
+    assert gaps[1] == pytest.approx(gaps[16], rel=1e-4)
+    assert len(set(gaps[1])) == 2
 
 
 def test_a_tie_of_others_explains_nothing(setup):

@@ -93,9 +93,8 @@ def test_norms_round_where_transformers_rounds():
 def test_swiglu():
     x, gate, up, down = normal(3, 16), normal(40, 16), normal(40, 16), normal(16, 40)
     ours = SwiGLU(16, 40, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    ours = given(
-        ours, gate_proj__kernel=gate.T, up_proj__kernel=up.T, down_proj__kernel=down.T
-    )  # fmt: skip
+    joined = np.concatenate([gate, up]).T
+    ours = given(ours, gate_up_proj__kernel=joined, down_proj__kernel=down.T)
     config = Qwen3Config(hidden_size=16, intermediate_size=40)
     weights = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
     wanted = on_torch(modeling_qwen3.Qwen3MLP(config), x, **weights)

@@ -131,7 +131,8 @@ def _layer(x, context, slots, restarted, table, w, config):
         mixed[:, head] = seen @ v[:, head // group]
     x = x + mixed.reshape(len(x), -1) @ attention["o_proj"]["kernel"]
     normed = _norm(x, w["post_attention_layernorm"]["weight"], eps)
-    gate, up, down = (w["mlp"][f"{name}_proj"]["kernel"] for name in ("gate", "up", "down"))
+    gate, up = np.split(w["mlp"]["gate_up_proj"]["kernel"], 2, axis=1)
+    down = w["mlp"]["down_proj"]["kernel"]
     gated = normed @ gate
     return x + (gated / (1 + np.exp(-gated)) * (normed @ up)) @ down
 
