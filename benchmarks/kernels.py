@@ -3,7 +3,8 @@
     python -m benchmarks.kernels parity
     python -m benchmarks.kernels time --batches 1 8 32 --context 1024 --report kernels.json
 
-`parity` compares on fresh random inputs whose unused cache slots are NaN. `time` runs each kernel
+`parity` compares on fresh random inputs whose unused cache slots are NaN, as is the memory that
+results are given. `time` runs each kernel
 inside one compiled loop over the caches of several layers, as decoding does, so that a cache comes
 from memory and not from the chip. Sizes are those of the published models.
 """
@@ -25,7 +26,8 @@ import numpy as np
 import tyro
 
 from mmflash_jax.layers.linear import dot_general, product_parts
-from pallas_kernels import block_attention, gated_delta_step, residual_norm
+from pallas_kernels import attention_heads, block_attention, gated_delta_step, residual_norm
+from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu as attention_gpu
 from pallas_kernels.gated_delta import cases as delta_cases
@@ -66,10 +68,38 @@ def _error(got: Any, wanted: Any) -> float:
     return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-30))
 
 
+def _error_of_cache(got: Any, wanted: Any) -> float:
+    """The same for a cache, which must be NaN in the same places."""
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
+    if (np.isnan(got) != np.isnan(wanted)).any():
+        return float("inf")
+    return _error(np.nan_to_num(got), np.nan_to_num(wanted))
+
+
+def _poison(results: Any) -> None:
+    """Fill memory of the sizes of `results` with NaN and give it back: the next results lie there,
+    and what a kernel forgets to write shows."""
+    jax.block_until_ready([jnp.full(x.shape, np.nan, x.dtype) for x in jax.tree.leaves(results)])
+
+
 def parity(arguments: Parity) -> bool:
     """True if every kernel is within its tolerance."""
     good = True
     for dtype, allowed in ALLOWED.items():
+        for case in heads_cases.SERVED:
+            heads = functools.partial(attention_heads, **case.options)
+            inputs = case.arguments(dtype, arguments.seed)
+            # XLA would skip roundings between operations that it joins.
+            exact = jax.jit(heads, compiler_options={"xla_allow_excess_precision": False})
+            wanted = exact(**inputs)
+            _poison(wanted)
+            got = jax.jit(functools.partial(heads, kernels="gpu"))(**inputs)
+            errors = {
+                name: _error_of_cache(ours, theirs) if "cache" in name else _error(ours, theirs)
+                for name, ours, theirs in zip(wanted._fields, got, wanted, strict=True)
+                if theirs is not None
+            }
+            good &= _say(f"heads_{case.name}", dtype, errors, allowed)
         for case in attention_cases.SERVED:
             run = functools.partial(block_attention, **case.options)
             got = jax.jit(functools.partial(run, kernels="gpu"))(
@@ -177,6 +207,57 @@ def _delta_runs(case: delta_cases.Case, batch: int, tiles: bool) -> dict[str, di
     return runs
 
 
+def _heads(case: heads_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    """Reference and kernel behind the product that makes their input, as in a layer, which takes
+    the most of the time; the caches of `LAYERS` layers."""
+    case = dataclasses.replace(
+        case, starts=(arguments.context,) * batch, counts=(case.T,) * batch,
+        S=case.S if case.ring or not case.S else arguments.context + 528,
+    )  # fmt: skip
+    layers = [case.arguments("bfloat16", seed) for seed in range(LAYERS)]
+    # As in a model all layers turn by the same angles.
+    angles = layers[0]["angles"]
+    sizes = [x.shape[-1] for x in (layers[0][name] for name in "qkv") if x is not None]
+    width = case.N * case.H
+    keys = jax.random.split(jax.random.key(arguments.context), LAYERS)
+    weights = [
+        jax.random.normal(key, (width, sum(sizes)), jnp.bfloat16) * width**-0.5 for key in keys
+    ]
+    x = jnp.ones((batch, case.T, width), jnp.bfloat16)
+    # What is made of keys and values: caches, to be updated in place, or rows.
+    rows = jnp.zeros((batch, case.T, case.K, case.H), jnp.bfloat16)
+    made = [(layer["slots"].k, layer["slots"].v) if case.S else (rows, rows) for layer in layers]
+    trials = []
+    for kernels in ("reference", "gpu"):
+
+        def loop(steps: Any, x: Any, made: Any, angles: Any, weights: Any, layers: Any,
+                 kernels: Any = kernels) -> Any:  # fmt: skip
+            def body(_: Any, carry: Any) -> Any:
+                x, made = carry
+                after = []
+                for layer, weight, (k, v) in zip(layers, weights, made, strict=True):
+                    parts = jnp.split(x @ weight, np.cumsum(sizes)[:-1], axis=-1)
+                    given = layer | dict(zip("qkv", parts, strict=False), angles=angles)
+                    if case.S:
+                        given["slots"] = dataclasses.replace(given["slots"], k=k, v=v)
+                    rows = attention_heads(**given, **case.options, kernels=kernels)
+                    x = rows.q.reshape(x.shape)
+                    if case.S:
+                        k, v = rows.k_cache, rows.v_cache
+                    elif case.K:
+                        k, v = rows.k, rows.v
+                    after.append((k, v))
+                return x, after
+
+            return jax.lax.fori_loop(0, steps, body, (x, made))
+
+        described = {"case": f"heads_{case.name}", "batch": batch, "tile": kernels}
+        moved = 2 * weights[0].size
+        given = (x, made, angles, weights, layers)
+        trials.append(Trial(jax.jit(loop), given, described, moved))
+    return trials
+
+
 def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
     """Reference and kernels, the write of the ring among them."""
     kept = min(6, case.T)
@@ -278,14 +359,15 @@ def _microseconds(compiled: Callable[..., Any], trial: Trial) -> float:
 def measure(arguments: Time) -> list[dict[str, Any]]:
     records = []
     makers: list[tuple[Sequence[Any], Any]] = [
-        (attention_cases.SERVED, _attention), (delta_cases.SERVED, _delta),
-        (norm_cases.PRODUCTS, _product),
+        (heads_cases.SERVED, _heads), (attention_cases.SERVED, _attention),
+        (delta_cases.SERVED, _delta), (norm_cases.PRODUCTS, _product),
     ]  # fmt: skip
     for batch in arguments.batches:
         for cases, make in makers:
             for case in cases:
                 wanted = arguments.only in case.name
-                if not wanted or "prefill" in case.name or "like_keys" in case.name:
+                untimed = ("prefill", "like_keys", "context")
+                if not wanted or any(part in case.name for part in untimed):
                     continue
                 trials = make(case, arguments, batch)
                 with ThreadPoolExecutor(8) as pool:

@@ -6,6 +6,13 @@ which the two are compared (`cases.py`). `choose.py` says which of them runs, `n
 norm is, `tree.py` what a tree of drafts is. The package imports nothing of `mmflash_jax`.
 """
 
+from pallas_kernels.attention_heads import (
+    HeadRows,
+    Slots,
+    apply_rotary,
+    attention_heads,
+    write_rows,
+)
 from pallas_kernels.block_attention import block_attention
 from pallas_kernels.choose import KernelError, Kernels
 from pallas_kernels.gated_delta import (
@@ -21,10 +28,14 @@ from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.tree import ancestors_of, depths_of
 
 __all__ = [
+    "HeadRows",
     "KernelError",
     "Kernels",
     "Norm",
+    "Slots",
     "ancestors_of",
+    "apply_rotary",
+    "attention_heads",
     "block_attention",
     "commit_gated_delta",
     "depths_of",
@@ -36,4 +47,5 @@ __all__ = [
     "residual_norm",
     "rms_norm",
     "rms_normalise",
+    "write_rows",
 ]

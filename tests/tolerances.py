@@ -8,6 +8,8 @@ import numpy as np
 LAYER = 1e-5
 MODEL = 1e-4
 STATE = 1e-5
+# A sum of squares in another order.
+HEADS = 1e-6
 # bf16 operands and a bf16 result: one rounding of each.
 KERNEL_BF16 = 1e-2
 

@@ -7,7 +7,7 @@ MMFlash has the same shape and other training.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, no_type_check, runtime_checkable
 
@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
 from mmflash_jax.drafters.dflash_config import Config, Layer
 from mmflash_jax.layers.attention import Attention
-from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
@@ -28,7 +27,7 @@ from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
 from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
-from pallas_kernels import Kernels, block_attention
+from pallas_kernels import HeadRows, Kernels, Slots, block_attention
 
 
 @no_type_check  # JAX rebuilds it around things that are no arrays.
@@ -71,10 +70,8 @@ class DecoderLayer(nnx.Module):
         """
         attention = self.self_attn
         B, A, T, D = x.shape
-        rows = normed.reshape(B * A, T, D)
-        q = attention.queries(rows, angles)
-        k, v = attention.keys_values(rows, angles)
-        q, k, v = (part.reshape(B, A, *part.shape[1:]) for part in (q, k, v))
+        rows = attention.rows(normed.reshape(B * A, T, D), angles, kernels)
+        q, k, v = (part.reshape(B, A, *part.shape[1:]) for part in (rows.q, rows.k, rows.v))
 
         def attend(q: Array, k: Array, v: Array, start: Array, first: Array | None) -> Array:
             return block_attention(
@@ -110,20 +107,24 @@ class Model(nnx.Module):
         return rotary_angles(position, self.config.rope_theta, self.config.head_dim)
 
     def context(
-        self, features: Float[Array, "B T features"], start: Int[Array, " B"]
-    ) -> list[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]:
-        """Keys and values of every layer for tokens at `start ..`."""
+        self,
+        features: Float[Array, "B T features"],
+        start: Int[Array, " B"],
+        slots: Sequence[Slots | None],
+        kernels: Kernels = "reference",
+    ) -> list[HeadRows]:
+        """Keys and values for tokens at `start ..`, and the caches of `slots`, layer by layer."""
         position = start[:, None] + jnp.arange(features.shape[1])
         projected = self.hidden_norm(self.fc(features.astype(self.fc.dtype)))
         angles = self._angles(position)
-        rows = []
-        for layer in self.layers:
-            k, v = layer.self_attn.keys_values(projected, angles)
+        made = []
+        for layer, own in zip(self.layers, slots, strict=True):
+            rows = layer.self_attn.keys_values(projected, angles, own, kernels)
             # With one input for all layers XLA:GPU joins their products, for which it copies all
             # these weights into one matrix in every step.
-            projected, k = lax.optimization_barrier((projected, k))
-            rows.append((k, v))
-        return rows
+            projected, k = lax.optimization_barrier((projected, rows.k))
+            made.append(rows._replace(k=k))
+        return made
 
     def denoise(
         self,
@@ -241,21 +242,20 @@ class DFlash:
     ) -> DFlashState:
         """State of rows whose whole context is `features`, position 0 first: for training."""
         start = jnp.zeros(features.shape[:1], jnp.int32)
-        rows = self.model(params).context(features, start)
+        made = self.model(params).context(features, start, [None] * len(self.config.layers))
         return DFlashState(
-            k=tuple(k.swapaxes(1, 2) for k, _ in rows), v=tuple(v.swapaxes(1, 2) for _, v in rows)
+            k=tuple(rows.k.swapaxes(1, 2) for rows in made),
+            v=tuple(rows.v.swapaxes(1, 2) for rows in made),
         )
 
     def absorb(self, params: Params, state: DFlashState, context: Context) -> DFlashState:
-        length, count = context.length, context.count
-        rows = self.model(params).context(context.features, length)
+        start, count = context.length, context.count
+        slots = [
+            Slots(k=k, v=v, start=start, count=count) for k, v in zip(state.k, state.v, strict=True)
+        ]
+        made = self.model(params).context(context.features, start, slots, self.kernels)
         return DFlashState(
-            k=tuple(
-                write_rows(c, k, length, count) for c, (k, _) in zip(state.k, rows, strict=True)
-            ),
-            v=tuple(
-                write_rows(c, v, length, count) for c, (_, v) in zip(state.v, rows, strict=True)
-            ),
+            k=tuple(rows.k_cache for rows in made), v=tuple(rows.v_cache for rows in made)
         )
 
     def propose(self, params: Params, state: DFlashState, anchor: Anchor, heads: Heads) -> Proposal:

@@ -49,7 +49,8 @@ class Layer(nnx.Module):
     ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
         """Keys and values of decided tokens: all that later ones need of them."""
         joined, _ = self.pairs(rows, hidden)
-        return self.self_attn.keys_values(joined, self.angles(position))
+        made = self.self_attn.keys_values(joined, self.angles(position))
+        return made.k, made.v
 
     def __call__(
         self,
@@ -66,15 +67,15 @@ class Layer(nnx.Module):
         attention = self.self_attn
         joined, residual = self.pairs(rows, hidden)
         angles = self.angles(position)
-        k, v = attention.keys_values(joined, angles)
+        made = attention.rows(joined, angles, kernels)
         block = BlockRows(
             cache=above.cache,
-            k=jnp.concatenate([above.k, k], axis=1),
-            v=jnp.concatenate([above.v, v], axis=1),
+            k=jnp.concatenate([above.k, made.k], axis=1),
+            v=jnp.concatenate([above.v, made.v], axis=1),
         )
         mixed = block_attention(
-            attention.queries(joined, angles), above.cache.k, above.cache.v, block.k, block.v,
-            length, first=jnp.ones_like(length), parents=parents,
+            made.q, above.cache.k, above.cache.v, block.k, block.v, length,
+            first=jnp.ones_like(length), parents=parents,
             scale=attention.head_dim**-0.5, causal=True, window=self.config.window,
             kernels=kernels,
         )  # fmt: skip

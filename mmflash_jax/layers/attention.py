@@ -1,7 +1,7 @@
 """Queries, keys and values of an ordinary attention layer: heads, optional norms, rotation."""
 
 import functools
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import RMSNorm
-from mmflash_jax.layers.rotary import apply_rotary
+from pallas_kernels import HeadRows, Kernels, Slots, attention_heads
 
 
 @runtime_checkable
@@ -63,15 +63,28 @@ class Attention(nnx.Module):
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
 
-    def queries(
-        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"]
-    ) -> Float[Array, "R T N H"]:
-        q = self.q_proj(x).reshape(*x.shape[:2], self.heads, self.head_dim)
-        return apply_rotary(self.q_norm(q) if self.normed else q, angles)
+    def rows(
+        self,
+        x: Float[Array, "R T D"],
+        angles: Float[Array, "R T half"],
+        kernels: Kernels = "reference",
+    ) -> HeadRows:
+        """Queries, keys and values."""
+        return self._rows(self.q_proj(x), x, angles, kernels=kernels)
 
     def keys_values(
-        self, x: Float[Array, "R T D"], angles: Float[Array, "R T half"]
-    ) -> tuple[Float[Array, "R T K H"], Float[Array, "R T K H"]]:
-        k = self.k_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(*x.shape[:2], self.kv_heads, self.head_dim)
-        return apply_rotary(self.k_norm(k) if self.normed else k, angles), v
+        self,
+        x: Float[Array, "R T D"],
+        angles: Float[Array, "R T half"],
+        slots: Slots | None = None,
+        kernels: Kernels = "reference",
+    ) -> HeadRows:
+        """Keys and values, and the caches of `slots` with them."""
+        return self._rows(None, x, angles, slots=slots, kernels=kernels)
+
+    def _rows(self, q: Array | None, x: Array, angles: Array, **options: Any) -> HeadRows:
+        return attention_heads(
+            q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim,
+            q_norm=self.q_norm.norm if self.normed else None,
+            k_norm=self.k_norm.norm if self.normed else None, **options,
+        )  # fmt: skip

@@ -7,6 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import Slots, write_rows
+
+__all__ = [
+    "AttentionCache",
+    "CachedKeys",
+    "empty_cache",
+    "may_write_first",
+    "slots_of",
+    "write_cache",
+    "write_rows",
+]
+
 
 @no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass
@@ -44,32 +56,21 @@ def empty_cache(batch: int, heads: int, slots: int, width: int, dtype: jnp.dtype
     return AttentionCache(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 
-def write_rows(
-    cache: Float[Array, "B K S H"],
-    rows: Float[Array, "B T K H"],
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
-    *,
-    ring: bool = False,
-) -> Float[Array, "B K S H"]:
-    """Put the first `count` of `T` rows at slots `start ..` of each batch row.
+def slots_of(
+    cache: AttentionCache, start: Int[Array, " B"], count: Int[Array, " B"], *, ring: bool = False
+) -> Slots:
+    """Where the first `count` tokens from `start` on are written."""
+    return Slots(k=cache.k, v=cache.v, start=start, count=count, ring=ring)
 
-    Rows past `count` and slots past the end are dropped, so padding never reaches a cache. In a
-    `ring` slots count modulo S and the last S rows stay.
 
-    A ring of `window + block` slots survives rejection: a rejected row has overwritten the token
-    S positions before it, which lies outside the window of every position that is still to come.
+def may_write_first(slots: int, tokens: int, window: int | None) -> bool:
+    """Whether a block of `tokens` may enter a cache before its own queries read it.
+
+    Its tokens go to positions `length ..`, and queries read the cache below `length` only. In a
+    ring a written token takes the slot of the one `slots` positions before it, `length + tokens - 1
+    - slots` at most, while the first query's window begins at `length - window + 1`.
     """
-    B, T = rows.shape[:2]
-    slots = cache.shape[2]
-    step = jnp.arange(T)
-    slot = start[:, None] + step
-    wanted = step < count[:, None]
-    if ring:
-        wanted &= step >= count[:, None] - slots
-        slot = slot % slots
-    slot = jnp.where(wanted, slot, slots)
-    return cache.at[jnp.arange(B)[:, None], :, slot].set(rows.astype(cache.dtype), mode="drop")
+    return window is None or slots >= window - 1 + tokens
 
 
 def write_cache(

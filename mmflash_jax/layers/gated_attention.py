@@ -10,12 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.attention import AttentionShape
-from mmflash_jax.layers.cache import AttentionCache, write_cache
+from mmflash_jax.layers.cache import AttentionCache, slots_of
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
-from mmflash_jax.layers.rotary import apply_rotary
 from mmflash_jax.layers.tree import BlockRows
-from pallas_kernels import Kernels, block_attention
+from pallas_kernels import Kernels, attention_heads, block_attention
 
 
 class GatedAttention(nnx.Module):
@@ -44,8 +43,8 @@ class GatedAttention(nnx.Module):
         kernels: Kernels,
     ) -> tuple[Float[Array, "B T inner"], AttentionCache]:
         """Output of T tokens from `length` on, and the cache with the first `count` of them."""
-        out, rows = self.attend(x, cache, angles, length, None, kernels)
-        return out, write_cache(cache, rows.k, rows.v, length, count)
+        out, rows = self.attend(x, cache, angles, length, None, kernels, count)
+        return out, rows.cache
 
     def attend(
         self,
@@ -55,18 +54,26 @@ class GatedAttention(nnx.Module):
         length: Int[Array, " B"],
         parents: Int[Array, "B T"] | None,
         kernels: Kernels,
+        count: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T inner"], BlockRows]:
-        """Output of T tokens, a chain or a tree, whose keys and values wait beside the cache."""
+        """Output of T tokens, a chain or a tree, and their keys and values.
+
+        The first `count` tokens are in the cache then, which is safe before it is read
+        (`layers.cache.may_write_first`); without `count` all wait beside it.
+        """
         B, T, _ = x.shape
-        # Query and gate sit side by side inside each head, not in two halves of the projection.
-        q, gate = jnp.split(self.q_proj(x).reshape(B, T, self.heads, -1), 2, axis=-1)
-        k = self.k_proj(x).reshape(B, T, self.kv_heads, -1)
-        v = self.v_proj(x).reshape(B, T, self.kv_heads, -1)
-        q = apply_rotary(self.q_norm(q), angles)
-        k = apply_rotary(self.k_norm(k), angles)
-        mixed = block_attention(
-            q, k_cache=cache.k, v_cache=cache.v, k_block=k, v_block=v, length=length,
-            parents=parents, scale=self.head_dim**-0.5, causal=True, kernels=kernels,
+        q = self.q_proj(x)
+        heads = attention_heads(
+            q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim, gated=True,
+            q_norm=self.q_norm.norm, k_norm=self.k_norm.norm,
+            slots=None if count is None else slots_of(cache, length, count), kernels=kernels,
         )  # fmt: skip
-        gated = mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate.reshape(B, T, -1))
-        return gated, BlockRows(cache=cache, k=k, v=v)
+        rows = BlockRows.of(heads, cache)
+        mixed = block_attention(
+            heads.q, k_cache=rows.cache.k, v_cache=rows.cache.v, k_block=rows.k, v_block=rows.v,
+            length=length, parents=parents, scale=self.head_dim**-0.5, causal=True,
+            kernels=kernels,
+        )  # fmt: skip
+        # Query and gate sit side by side inside each head, not in two halves of the projection.
+        gate = q.reshape(B, T, self.heads, 2, self.head_dim)[:, :, :, 1].reshape(B, T, -1)
+        return mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate), rows

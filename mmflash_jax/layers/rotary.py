@@ -4,6 +4,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import apply_rotary
+
+__all__ = [
+    "apply_rotary",
+    "inverse_frequencies",
+    "mrope_angles",
+    "proportional_angles",
+    "rotary_angles",
+]
+
 
 def inverse_frequencies(theta: float, width: int) -> np.ndarray:
     """`theta^(-2i / width)` for i in 0 .. width/2 - 1, fp32 `[width / 2]`."""
@@ -45,19 +55,3 @@ def mrope_angles(
     axis[(i % 3 == 2) & (i < 3 * section[2])] = 2
     angles = rotary_angles(position, theta, width)
     return jnp.take_along_axis(angles, jnp.asarray(axis)[None, None, None, :], axis=0)[0]
-
-
-def apply_rotary(
-    x: Float[Array, "B T N H"], angles: Float[Array, "B T half"]
-) -> Float[Array, "B T N H"]:
-    """Rotate the first `2 * half` dimensions of each head (dimension i pairs with i + half).
-
-    Cosine and sine are rounded to the dtype of `x` first, as transformers does; further
-    dimensions pass through.
-    """
-    cosine = jnp.cos(angles)[:, :, None].astype(x.dtype)
-    sine = jnp.sin(angles)[:, :, None].astype(x.dtype)
-    half = angles.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = [first * cosine - second * sine, second * cosine + first * sine, rest]
-    return jnp.concatenate(turned, axis=-1)

@@ -13,16 +13,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
 from mmflash_jax.layers.cache import AttentionCache, write_cache
+from pallas_kernels import HeadRows
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class BlockRows:
-    """An attention cache before a block, and the block's own keys and values `[B, T, K, H]`."""
+    """An attention cache as a block reads it, and the block's own keys and values `[B, T, K, H]`.
+
+    The cache may hold the block already: what stands at `length` and behind is not read.
+    """
 
     cache: AttentionCache
     k: Array
     v: Array
+
+    @classmethod
+    def of(cls, heads: HeadRows, cache: AttentionCache) -> "BlockRows":
+        """With the cache that was written with the heads, if one was."""
+        if heads.k_cache is not None:
+            cache = AttentionCache(k=heads.k_cache, v=heads.v_cache)
+        return cls(cache=cache, k=heads.k, v=heads.v)
 
 
 @jax.tree_util.register_dataclass

@@ -17,13 +17,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.layers.cache import AttentionCache, CachedKeys, empty_cache, write_cache
+from mmflash_jax.layers.cache import (
+    AttentionCache,
+    CachedKeys,
+    empty_cache,
+    may_write_first,
+    slots_of,
+    write_cache,
+)
 from mmflash_jax.layers.capture import join_captured
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import GeGLU, gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.residual import add_product
-from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
+from mmflash_jax.layers.rotary import proportional_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module
 from mmflash_jax.layers.tree import BlockRows, TreeCache, commit_rows
 from mmflash_jax.targets.base import TargetOutput
@@ -32,7 +39,7 @@ from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
 from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
 from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
 from mmflash_jax.weights.gemma4_layers import Rotary
-from pallas_kernels import Kernels, block_attention
+from pallas_kernels import Kernels, attention_heads, block_attention
 
 
 @jax.tree_util.register_dataclass
@@ -78,31 +85,42 @@ class Attention(nnx.Module):
             self.k_norm = norm()
             self.v_norm = norm(weighted=False)
 
-    def keys_values(
-        self, x: Float[Array, "B T D"], angles: Float[Array, "B T half"]
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        B, T, _ = x.shape
-        k = self.k_proj(x).reshape(B, T, self.layer.kv_heads, -1)
-        v = self.v_proj(x).reshape(B, T, self.layer.kv_heads, -1)
-        return apply_rotary(self.k_norm(k), angles), self.v_norm(v)
-
     def __call__(
         self,
         x: Float[Array, "B T D"],
         angles: Float[Array, "B T half"],
-        context: BlockRows,
+        cache: AttentionCache | BlockRows,
         length: Int[Array, " B"],
+        count: Int[Array, " B"],
         parents: Int[Array, "B T"] | None,
         kernels: Kernels,
-    ) -> Float[Array, "B T inner"]:
+    ) -> tuple[Float[Array, "B T inner"], BlockRows]:
+        """Output and the keys and values read; `cache` is a maker's own, or a reader's source.
+
+        A maker writes the first `count` tokens of a chain to its cache where `may_write_first`.
+        """
         B, T, _ = x.shape
-        q = apply_rotary(self.q_norm(self.q_proj(x).reshape(B, T, self.heads, -1)), angles)
-        mixed = block_attention(
-            q, k_cache=context.cache.k, v_cache=context.cache.v, k_block=context.k,
-            v_block=context.v, length=length, parents=parents, scale=1.0, causal=True,
-            window=self.layer.window, ring=self.layer.window is not None, kernels=kernels,
+        heads = functools.partial(
+            attention_heads, self.q_proj(x), angles=angles, head_dim=self.layer.head_dim,
+            q_norm=self.q_norm.norm, kernels=kernels,
         )  # fmt: skip
-        return mixed.reshape(B, T, -1)
+        window = self.layer.window
+        ring = window is not None
+        if isinstance(cache, AttentionCache):
+            first = parents is None and may_write_first(cache.k.shape[2], T, window)
+            made = heads(
+                self.k_proj(x), self.v_proj(x), k_norm=self.k_norm.norm, v_norm=self.v_norm.norm,
+                slots=slots_of(cache, length, count, ring=ring) if first else None,
+            )  # fmt: skip
+            rows = BlockRows.of(made, cache)
+        else:
+            made, rows = heads(None, None), cache
+        mixed = block_attention(
+            made.q, k_cache=rows.cache.k, v_cache=rows.cache.v, k_block=rows.k, v_block=rows.v,
+            length=length, parents=parents, scale=1.0, causal=True, window=window, ring=ring,
+            kernels=kernels,
+        )  # fmt: skip
+        return mixed.reshape(B, T, -1), rows
 
 
 class DecoderLayer(nnx.Module):
@@ -129,19 +147,15 @@ class DecoderLayer(nnx.Module):
         angles: Float[Array, "B T half"],
         cache: AttentionCache | BlockRows,
         length: Int[Array, " B"],
+        count: Int[Array, " B"],
         parents: Int[Array, "B T"] | None,
         following: GemmaRMSNorm,
         kernels: Kernels,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], BlockRows]:
         """The stream and its norm, `input_layernorm` before and the `following` one behind, and the
-        keys and values read; `cache` is a maker's own, or a reader's source."""
-        if isinstance(cache, AttentionCache):
-            k, v = self.self_attn.keys_values(normed, angles)
-            context = BlockRows(cache=cache, k=k, v=v)
-        else:
-            context = cache
+        keys and values read, as `Attention` gives them."""
         add = functools.partial(add_product, kernels=kernels)
-        mixed = self.self_attn(normed, angles, context, length, parents, kernels)
+        mixed, rows = self.self_attn(normed, angles, cache, length, count, parents, kernels)
         x, normed = add(
             x, self.self_attn.o_proj, mixed, self.pre_feedforward_layernorm,
             post=self.post_attention_layernorm,
@@ -155,7 +169,7 @@ class DecoderLayer(nnx.Module):
             x, self.per_layer_projection, gate * per_layer, following,
             post=self.post_per_layer_input_norm, factor=self.layer_scalar[...],
         )  # fmt: skip
-        return x, normed, context
+        return x, normed, rows
 
 
 class Model(nnx.Module):
@@ -307,8 +321,7 @@ class Gemma4:
             slots = capacity if layer.window is None else layer.window + block
             return empty_cache(batch, layer.kv_heads, slots, layer.head_dim, jnp.dtype(self.dtype))
 
-        makers = (one for index, one in enumerate(self.config.layers) if one.source == index)
-        return Cache(layers=tuple(layer(maker) for maker in makers))
+        return Cache(layers=tuple(map(layer, self._makers)))
 
     def prefill(
         self, params: Params, x: Embedded, positions: Int[Array, "1 B T"], cache: Cache,
@@ -341,7 +354,7 @@ class Gemma4:
             with jax.named_scope(f"layer_{index}"):
                 stream, normed, context = model.layers[index](
                     stream, normed, x.per_layer[:, :, index], angles[_rotary_of(layer)], read,
-                    length, parents, norms[index + 1], self.kernels,
+                    length, count, parents, norms[index + 1], self.kernels,
                 )  # fmt: skip
             if is_maker:
                 contexts[index] = context
@@ -359,19 +372,20 @@ class Gemma4:
     def _written(
         self, made: tuple[BlockRows, ...], length: Int[Array, " B"], count: Int[Array, " B"]
     ) -> Cache:
-        """Caches after the first `count` tokens of a chain."""
-        return Cache(
-            layers=tuple(
-                write_cache(rows.cache, rows.k, rows.v, length, count, ring=ring)
-                for rows, ring in zip(made, self._rings, strict=True)
-            )
-        )
+        """Caches after the first `count` tokens of a chain; most layers have written theirs."""
+
+        def written(rows: BlockRows, layer: Layer) -> AttentionCache:
+            if may_write_first(rows.cache.k.shape[2], rows.k.shape[1], layer.window):
+                return rows.cache
+            return write_cache(rows.cache, rows.k, rows.v, length, count, ring=True)
+
+        return Cache(layers=tuple(map(written, made, self._makers)))
 
     @property
-    def _rings(self) -> tuple[bool, ...]:
-        """Which caches are rings."""
+    def _makers(self) -> tuple[Layer, ...]:
+        """The layers that make keys and values."""
         layers = enumerate(self.config.layers)
-        return tuple(layer.window is not None for index, layer in layers if layer.source == index)
+        return tuple(layer for index, layer in layers if layer.source == index)
 
     def commit(
         self,
@@ -384,15 +398,15 @@ class Gemma4:
         assert path is not None
         return Cache(
             layers=tuple(
-                commit_rows(rows, path, cache.length, keep, ring=ring)
-                for rows, ring in zip(cache.layers, self._rings, strict=True)
+                commit_rows(rows, path, cache.length, keep, ring=layer.window is not None)
+                for rows, layer in zip(cache.layers, self._makers, strict=True)
             )
         )
 
     def keys_values(self, cache: Cache, kind: str) -> CachedKeys:
-        makers = [layer for index, layer in enumerate(self.config.layers) if layer.source == index]
         ring = kind == "sliding_attention"
-        last = max(i for i, layer in enumerate(makers) if (layer.window is not None) == ring)
+        makers = enumerate(self._makers)
+        last = max(i for i, layer in makers if (layer.window is not None) == ring)
         return CachedKeys(cache=cache.layers[last], ring=ring)
 
     def weight_rules(self) -> list[Rule]:
