@@ -26,7 +26,7 @@ from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Params, Path, abstract_module, initialise
-from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
+from mmflash_jax.weights import TRANSPOSE, Rule, mlp_projections
 from pallas_kernels import HeadRows, Kernels, Slots, block_attention
 
 
@@ -325,7 +325,7 @@ class DFlash:
         for index in range(len(self.config.layers)):
             prefix, path = f"layers.{index}.", ("layers", index)
             rules += _layer_rules(prefix, path, bias=self.config.attention_bias)
-            rules += gated_mlp(f"{prefix}mlp.", (*path, "mlp"), self.config.intermediate_size)
+            rules += mlp_projections(f"{prefix}mlp.", (*path, "mlp"), self.config.intermediate_size)
         return rules
 
 

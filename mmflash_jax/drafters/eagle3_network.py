@@ -13,7 +13,7 @@ from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import RMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.tree import BlockRows
-from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
+from mmflash_jax.weights import TRANSPOSE, Rule, mlp_projections
 from pallas_kernels import Kernels, block_attention
 
 
@@ -147,7 +147,7 @@ def weight_rules(c: Config) -> list[Rule]:
         rules.append(Rule(f"{hf}.weight", (*at, "kernel"), TRANSPOSE))
         if c.attention_bias:
             rules.append(Rule(f"{hf}.bias", (*at, "bias")))
-    rules += gated_mlp(f"{c.prefix}mlp.", ("layer", "mlp"), c.intermediate_size)
+    rules += mlp_projections(f"{c.prefix}mlp.", ("layer", "mlp"), c.intermediate_size)
     norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
     norms += ["self_attn.q_norm", "self_attn.k_norm"] if c.normed_heads else []
     for name in norms:

@@ -30,7 +30,7 @@ from mmflash_jax.layers.mlp import GeGLU
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
 from mmflash_jax.layers.schema import Params, abstract_module
-from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
+from mmflash_jax.weights import TRANSPOSE, Rule, mlp_projections
 from mmflash_jax.weights.gemma4_layers import Rotary, heads_of, layer_kinds, rotary_of
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
 from pallas_kernels import Kernels, block_attention
@@ -343,7 +343,9 @@ class Gemma4Assistant:
                 path = ("layers", index, *name.split("."))
                 rules.append(Rule(f"model.layers.{index}.{name}", path))
             mlp = ("layers", index, "mlp")
-            rules += gated_mlp(f"model.layers.{index}.mlp.", mlp, self.config.intermediate_size)
+            rules += mlp_projections(
+                f"model.layers.{index}.mlp.", mlp, self.config.intermediate_size
+            )
         return rules
 
 

@@ -38,7 +38,7 @@ from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, abstract_module, initialise
-from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
+from mmflash_jax.weights import TRANSPOSE, Rule, attention_projections, mlp_projections
 from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
 from pallas_kernels import Kernels
 
@@ -389,10 +389,10 @@ class Qwen35MTP:
         norms = ["pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"]
         rules = [Rule(f"mtp.{name}.weight", (name, "weight")) for name in norms]
         rules.append(Rule("mtp.fc.weight", ("fc", "kernel"), TRANSPOSE))
-        rules += gated_mlp("mtp.layers.0.mlp.", ("layers", 0, "mlp"), self.config.intermediate_size)
-        for name in (f"self_attn.{name}_proj" for name in "qkvo"):
-            path = ("layers", 0, *name.split("."), "kernel")
-            rules.append(Rule(f"mtp.layers.0.{name}.weight", path, TRANSPOSE))
+        c, at, path = self.config, "mtp.layers.0.", ("layers", 0)
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        rules += attention_projections(f"{at}self_attn.", (*path, "self_attn"), 2 * queries, keys)
+        rules += mlp_projections(f"{at}mlp.", (*path, "mlp"), c.intermediate_size)
         plain = ["input_layernorm", "post_attention_layernorm"]
         for name in [*plain, "self_attn.q_norm", "self_attn.k_norm"]:
             path = ("layers", 0, *name.split("."), "weight")

@@ -26,9 +26,8 @@ class GatedAttention(nnx.Module):
         self.kv_heads = config.num_key_value_heads
         width, inner = config.hidden_size, self.heads * self.head_dim
         kv = self.kv_heads * self.head_dim
-        self.q_proj = linear(width, 2 * inner, dtype=dtype, rngs=rngs)
-        self.k_proj = linear(width, kv, dtype=dtype, rngs=rngs)
-        self.v_proj = linear(width, kv, dtype=dtype, rngs=rngs)
+        # Queries with their gates, keys, values: one kernel, as in `layers.mlp.GatedMLP`.
+        self.qkv_proj = linear(width, 2 * inner + 2 * kv, dtype=dtype, rngs=rngs)
         self.o_proj = linear(inner, width, dtype=dtype, rngs=rngs)
         self.q_norm = ZeroCentredRMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
         self.k_norm = ZeroCentredRMSNorm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype)
@@ -62,9 +61,9 @@ class GatedAttention(nnx.Module):
         (`layers.cache.may_write_first`); without `count` all wait beside it.
         """
         B, T, _ = x.shape
-        q = self.q_proj(x)
+        q, k, v = self._apart(self.qkv_proj(x))
         heads = attention_heads(
-            q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim, gated=True,
+            q, k, v, angles, head_dim=self.head_dim, gated=True,
             q_norm=self.q_norm.norm, k_norm=self.k_norm.norm,
             slots=None if count is None else slots_of(cache, length, count), kernels=kernels,
         )  # fmt: skip
@@ -77,3 +76,8 @@ class GatedAttention(nnx.Module):
         # Query and gate sit side by side inside each head, not in two halves of the projection.
         gate = q.reshape(B, T, self.heads, 2, self.head_dim)[:, :, :, 1].reshape(B, T, -1)
         return mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate), rows
+
+    def _apart(self, projected: Float[Array, "B T C"]) -> list[Array]:
+        kv = self.kv_heads * self.head_dim
+        queries = projected.shape[-1] - 2 * kv
+        return jnp.split(projected, [queries, queries + kv], axis=-1)

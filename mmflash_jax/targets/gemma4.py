@@ -37,7 +37,7 @@ from mmflash_jax.targets.base import TargetOutput
 from mmflash_jax.targets.gemma4_config import Config, Layer
 from mmflash_jax.towers.gemma4_vision import VisionTower, unpack
 from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
-from mmflash_jax.weights import TRANSPOSE, Rule, gated_mlp
+from mmflash_jax.weights import TRANSPOSE, Rule, attention_projections, mlp_projections
 from mmflash_jax.weights.gemma4_layers import Rotary
 from pallas_kernels import Kernels, attention_heads, block_attention
 
@@ -75,13 +75,12 @@ class Attention(nnx.Module):
         self.makes_keys = layer.source == index
         width, inner = config.hidden_size, self.heads * layer.head_dim
         norm = functools.partial(GemmaRMSNorm, layer.head_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.q_proj = linear(width, inner, dtype=dtype, rngs=rngs)
+        kv = layer.kv_heads * layer.head_dim if self.makes_keys else 0
+        # Queries, keys, values: one kernel, as in `layers.mlp.GatedMLP`.
+        self.qkv_proj = linear(width, inner + 2 * kv, dtype=dtype, rngs=rngs)
         self.o_proj = linear(inner, width, dtype=dtype, rngs=rngs)
         self.q_norm = norm()
         if self.makes_keys:
-            kv = layer.kv_heads * layer.head_dim
-            self.k_proj = linear(width, kv, dtype=dtype, rngs=rngs)
-            self.v_proj = linear(width, kv, dtype=dtype, rngs=rngs)
             self.k_norm = norm()
             self.v_norm = norm(weighted=False)
 
@@ -100,16 +99,18 @@ class Attention(nnx.Module):
         A maker writes the first `count` tokens of a chain to its cache where `may_write_first`.
         """
         B, T, _ = x.shape
+        window, inner = self.layer.window, self.heads * self.layer.head_dim
+        projected = self.qkv_proj(x)
         heads = functools.partial(
-            attention_heads, self.q_proj(x), angles=angles, head_dim=self.layer.head_dim,
+            attention_heads, projected[..., :inner], angles=angles, head_dim=self.layer.head_dim,
             q_norm=self.q_norm.norm, kernels=kernels,
         )  # fmt: skip
-        window = self.layer.window
         ring = window is not None
         if isinstance(cache, AttentionCache):
             first = parents is None and may_write_first(cache.k.shape[2], T, window)
+            k, v = jnp.split(projected[..., inner:], 2, axis=-1)
             made = heads(
-                self.k_proj(x), self.v_proj(x), k_norm=self.k_norm.norm, v_norm=self.v_norm.norm,
+                k, v, k_norm=self.k_norm.norm, v_norm=self.v_norm.norm,
                 slots=slots_of(cache, length, count, ring=ring) if first else None,
             )  # fmt: skip
             rows = BlockRows.of(made, cache)
@@ -203,7 +204,7 @@ class Gemma4:
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|embed_tokens_per_layer)\.embedding$", ("model", None)),
         (r"layers\.\d+\.mlp\.gate_up_proj\.kernel$", (None, "model")),
-        (r"layers\.\d+\.self_attn\.[qkv]_proj\.kernel$", (None, "model")),
+        (r"layers\.\d+\.self_attn\.qkv_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.(mlp\.down_proj|self_attn\.o_proj)\.kernel$", ("model", None)),
     )
 
@@ -428,7 +429,10 @@ class Gemma4:
             makes_keys = layer.source == index
             at, path = f"{prefix}layers.{index}.", ("layers", index)
             rules += _layer_rules(at, path, makes_keys)
-            rules += gated_mlp(f"{at}mlp.", (*path, "mlp"), layer.intermediate_size)
+            rules += mlp_projections(f"{at}mlp.", (*path, "mlp"), layer.intermediate_size)
+            queries = self.config.num_attention_heads * layer.head_dim
+            keys = layer.kv_heads * layer.head_dim if makes_keys else 0
+            rules += attention_projections(f"{at}self_attn.", (*path, "self_attn"), queries, keys)
         return rules + tower_rules(self.config.vision, path=("visual",))
 
 
@@ -437,10 +441,7 @@ def _rotary_of(layer: Layer) -> tuple[Rotary, int]:
     return layer.rotary, layer.head_dim
 
 
-_LINEAR = (
-    "self_attn.q_proj", "self_attn.o_proj",
-    "per_layer_input_gate", "per_layer_projection",
-)  # fmt: skip
+_LINEAR = ("per_layer_input_gate", "per_layer_projection")
 _PLAIN = (
     "input_layernorm.weight", "post_attention_layernorm.weight", "self_attn.q_norm.weight",
     "pre_feedforward_layernorm.weight", "post_feedforward_layernorm.weight",
@@ -449,11 +450,10 @@ _PLAIN = (
 
 
 def _layer_rules(prefix: str, path: Path, makes_keys: bool) -> Iterator[Rule]:
-    linears, plain = _LINEAR, _PLAIN
+    plain = _PLAIN
     if makes_keys:
-        linears += ("self_attn.k_proj", "self_attn.v_proj")
         plain += ("self_attn.k_norm.weight",)
-    for name in linears:
+    for name in _LINEAR:
         yield Rule(f"{prefix}{name}.weight", (*path, *name.split("."), "kernel"), TRANSPOSE)
     for name in plain:
         yield Rule(f"{prefix}{name}", (*path, *name.split(".")))

@@ -7,7 +7,6 @@ ring by position, as keys are, so nothing of them needs undoing.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, no_type_check
@@ -39,7 +38,14 @@ from mmflash_jax.targets.qwen3_5_delta import (
 )
 from mmflash_jax.towers.qwen3_5_vision import VisionTower
 from mmflash_jax.towers.qwen3_5_vision import weight_rules as tower_rules
-from mmflash_jax.weights import SQUEEZE_CONV1D, TRANSPOSE, Rule, gated_mlp
+from mmflash_jax.weights import (
+    SQUEEZE_CONV1D,
+    TRANSPOSE,
+    Rule,
+    attention_projections,
+    mlp_projections,
+    side_by_side,
+)
 from pallas_kernels import Kernels
 
 
@@ -121,7 +127,7 @@ class Qwen35:
     SHARDING: ClassVar[tuple[tuple[str, tuple[str | None, ...]], ...]] = (
         (r"(embed_tokens|lm_head)\.embedding$", ("model", None)),
         (r"layers\.\d+\.mlp\.gate_up_proj\.kernel$", (None, "model")),
-        (r"layers\.\d+\.self_attn\.[qkv]_proj\.kernel$", (None, "model")),
+        (r"layers\.\d+\.self_attn\.qkv_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.linear_attn\.in_proj\.kernel$", (None, "model")),
         (r"layers\.\d+\.(mlp\.down_proj|self_attn\.o_proj)\.kernel$", ("model", None)),
         (r"layers\.\d+\.linear_attn\.out_proj\.kernel$", ("model", None)),
@@ -315,42 +321,36 @@ class Qwen35:
         return TargetOutput(hidden=normed, features=features, cache=after)
 
     def weight_rules(self) -> list[Rule]:
-        prefix = "model.language_model."
+        prefix, c = "model.language_model.", self.config
+        queries, keys = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         rules = [
             Rule(f"{prefix}embed_tokens.weight", ("embed_tokens", "embedding")),
             Rule(f"{prefix}norm.weight", ("norm", "weight")),
         ]
-        if not self.config.tie_word_embeddings:
+        if not c.tie_word_embeddings:
             rules.append(Rule("lm_head.weight", ("lm_head", "embedding")))
-        for index, kind in enumerate(self.config.layer_types):
+        for index, kind in enumerate(c.layer_types):
             at, path = f"{prefix}layers.{index}.", ("layers", index)
             rules += _layer_rules(at, path, kind)
-            rules += gated_mlp(f"{at}mlp.", (*path, "mlp"), self.config.intermediate_size)
+            rules += mlp_projections(f"{at}mlp.", (*path, "mlp"), c.intermediate_size)
             if kind == "linear_attention":
-                rules += self._delta_rules(f"{prefix}layers.{index}.linear_attn.", index)
-        return rules + tower_rules(self.config.vision)
+                rules += self._delta_rules(f"{at}linear_attn.", (*path, "linear_attn"))
+            else:
+                rules += attention_projections(
+                    f"{at}self_attn.", (*path, "self_attn"), 2 * queries, keys
+                )
+        return rules + tower_rules(c.vision)
 
-    def _delta_rules(self, prefix: str, layer: int) -> list[Rule]:
+    def _delta_rules(self, prefix: str, path: Path) -> list[Rule]:
         """All projections into a delta layer lie in one parameter, in the layer's order."""
-        config, path = self.config, ("layers", layer, "linear_attn", "in_proj", "kernel")
-        heads = config.linear_num_value_heads
-        widths = {
-            "qkv": config.delta_channels,
-            "z": heads * config.linear_value_head_dim,
-            "b": heads,
-            "a": heads,
-        }
-        ends = list(itertools.accumulate(widths.values(), initial=0))
-        return [
-            Rule(f"{prefix}in_proj_{name}.weight", path, TRANSPOSE, columns)
-            for name, columns in zip(widths, itertools.pairwise(ends), strict=True)
-        ]
+        c, heads = self.config, self.config.linear_num_value_heads
+        widths = {"qkv": c.delta_channels, "z": heads * c.linear_value_head_dim}
+        widths |= {"b": heads, "a": heads}
+        joined = {f"{prefix}in_proj_{name}.weight": width for name, width in widths.items()}
+        out = Rule(f"{prefix}out_proj.weight", (*path, "out_proj", "kernel"), TRANSPOSE)
+        return [*side_by_side(joined, (*path, "in_proj", "kernel")), out]
 
 
-_LINEAR = {
-    "full_attention": tuple(f"self_attn.{name}_proj" for name in "qkvo"),
-    "linear_attention": ("linear_attn.out_proj",),
-}
 _PLAIN = {
     "full_attention": ("self_attn.q_norm.weight", "self_attn.k_norm.weight"),
     "linear_attention": ("linear_attn.norm.weight", "linear_attn.A_log", "linear_attn.dt_bias"),
@@ -358,8 +358,6 @@ _PLAIN = {
 
 
 def _layer_rules(prefix: str, path: Path, kind: str) -> Iterator[Rule]:
-    for name in _LINEAR[kind]:
-        yield Rule(f"{prefix}{name}.weight", (*path, *name.split("."), "kernel"), TRANSPOSE)
     for name in ("input_layernorm.weight", "post_attention_layernorm.weight", *_PLAIN[kind]):
         yield Rule(f"{prefix}{name}", (*path, *name.split(".")))
     if kind == "linear_attention":

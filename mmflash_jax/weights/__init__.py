@@ -1,5 +1,6 @@
 """Checkpoints on disk: two-way tensor tables, strict import and export, lazy reading."""
 
+from mmflash_jax.weights.projections import attention_projections, mlp_projections
 from mmflash_jax.weights.rules import (
     IDENTITY,
     SQUEEZE_CONV1D,
@@ -9,7 +10,6 @@ from mmflash_jax.weights.rules import (
     WeightsError,
     export_params,
     flatten_patches,
-    gated_mlp,
     import_params,
     side_by_side,
 )
@@ -23,10 +23,11 @@ __all__ = [
     "TensorStore",
     "Transform",
     "WeightsError",
+    "attention_projections",
     "export_params",
     "flatten_patches",
-    "gated_mlp",
     "import_params",
+    "mlp_projections",
     "side_by_side",
     "write_checkpoint",
 ]

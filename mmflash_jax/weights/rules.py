@@ -79,13 +79,6 @@ def side_by_side(matrices: Mapping[str, int], path: Path) -> list[Rule]:
     ]
 
 
-def gated_mlp(prefix: str, path: Path, hidden: int) -> list[Rule]:
-    """Rules of `gate_proj`, `up_proj` and `down_proj` of a gated MLP (`layers.mlp`)."""
-    joined = {f"{prefix}{name}_proj.weight": hidden for name in ("gate", "up")}
-    down = Rule(f"{prefix}down_proj.weight", (*path, "down_proj", "kernel"), TRANSPOSE)
-    return [*side_by_side(joined, (*path, "gate_up_proj", "kernel")), down]
-
-
 def import_params(
     rules: Sequence[Rule],
     store: Mapping[str, np.ndarray],
