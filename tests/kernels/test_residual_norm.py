@@ -66,7 +66,7 @@ def test_add_product_is_layer_after_layer(made, rows, bias, monkeypatch):
     monkeypatch.setattr(gpu, "LEAST_PART", 16)
     dtype, rng = jnp.dtype("bfloat16"), np.random.default_rng(1)
     projection = linear(128, 32, dtype=dtype, rngs=nnx.Rngs(0), bias=bias)
-    if bias:
+    if projection.bias is not None:
         projection.bias[...] = jnp.asarray(rng.normal(size=32), dtype)
     norm = randomised(made(32, eps=1e-6, dtype=dtype), 2)
     post = randomised(GemmaRMSNorm(32, eps=1e-6, dtype=dtype), 3)
