@@ -130,7 +130,7 @@ def _draw(
     for rule in drafter.weight_rules():
         if rule.hf in tables:
             continue
-        shape = rule.via.to_hf(np.broadcast_to(np.uint8(0), shape_at[rule.path])).shape
+        shape = rule.stored(shape_at[rule.path])
         values = random.standard_normal(shape, np.float32)
         values *= 0.1 if len(shape) == 1 else 1 / math.sqrt(shape[-1])
         if len(shape) == 1:

@@ -68,6 +68,10 @@ class Rule:
         start, stop = self.columns
         return (*parameter[:-1], stop - start)
 
+    def stored(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        """The tensor's shape in a checkpoint, from its parameter's."""
+        return self.via.to_hf(np.broadcast_to(np.uint8(0), self.needs(parameter))).shape
+
 
 def side_by_side(matrices: Mapping[str, int], path: Path) -> list[Rule]:
     """Rules of matrices `[out, in]`, names to `out`, whose columns lie beside each other in one
