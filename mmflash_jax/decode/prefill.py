@@ -6,7 +6,7 @@ state, so a row decodes the same whatever stands beside it.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,15 +94,33 @@ def run_prompts(
     chunk: int = CHUNK,
 ) -> PrefillState:
     """Caches after the prompts, and the hidden state of each prompt's last token."""
-    media, first_row = encode_media(plan, params, prompts)
-    lengths = _lengths(prompts)
-    widths = chunk_widths(int(lengths.max()), widest=chunk)
+    features = encode_media(plan, params, prompts)
+    widths = chunk_widths(int(_lengths(prompts).max()), widest=chunk)
+    return run_chunks(plan, params, prompts, features, widths, capacity=capacity)
+
+
+def run_chunks(
+    plan: Plan,
+    params: Params,
+    prompts: Sequence[Prompt | None],
+    features: tuple[Array | None, list[list[int]]],
+    widths: Sequence[int],
+    *,
+    capacity: int,
+    run: Callable[..., PrefillState] | None = None,
+) -> PrefillState:
+    """`run_prompts` with image features (`encode_media`) and widths of chunks at hand.
+
+    run: another compiled form of `prefill_chunk`.
+    """
+    media, first_row = features
+    lengths, run = _lengths(prompts), run or prefill_chunk
     ids, media_idx, positions = pad_prompts(plan, prompts, first_row, sum(widths))
     state = empty_prompts(plan, len(prompts), capacity)
     start = 0
     for width in widths:
         here = slice(start, start + width)
-        state = prefill_chunk(
+        state = run(
             plan, params, state, ids[:, here], media, media_idx[:, here], positions[:, :, here],
             np.minimum(lengths, start), np.clip(lengths - start, 0, width),
         )  # fmt: skip

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.decode.buckets import bucket
-from mmflash_jax.decode.prefill import extend, run_prompts
+from mmflash_jax.decode.buckets import bucket, chunk_widths
+from mmflash_jax.decode.prefill import CHUNK, encode_media, extend, prefill_chunk, run_chunks
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.decode.sampling import gather, scores
 from mmflash_jax.drafters import NoDraft
@@ -108,15 +108,19 @@ def _gaps(plan: Plan, params: Params, forks: Sequence[Fork]) -> list[float]:
     target = dataclasses.replace(plan.target, dtype="float32")  # pyright: ignore[reportArgumentType]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params["target"])
     exact = dataclasses.replace(plan, target=target, drafter=NoDraft())
-    # One capacity and one number of rows and images, the last fork again and again: few programs.
-    capacity = bucket(max(len(fork.known.ids) for fork in forks), 64)
+    # One size of everything, the last fork again and again: one program.
+    longest = max(len(fork.known.ids) for fork in forks)
+    widths = chunk_widths(longest, widest=CHUNK)
     rows = 1 if len(forks) == 1 else AT_ONCE
     gaps: list[float] = []
     for start in range(0, len(forks), rows):
         part = forks[start : start + rows]
         filled = [*part, *[part[-1]] * (rows - len(part))]
         prompts = [fork.known for fork in filled]
-        state = run_prompts(exact, {"target": wide, "drafter": {}}, prompts, capacity=capacity)
+        state = run_chunks(
+            exact, {"target": wide, "drafter": {}}, prompts, encode_media(plan, params, prompts),
+            widths, capacity=bucket(longest, 64), run=_prefill_untuned,
+        )  # fmt: skip
         logits = plan.tokens_only(target.logits(wide, state.last))[: len(part), None]
         place = np.array([[fork.place] for fork in part], np.int32)
         # A sampled token is the largest of logits and noise; ids that a filter left out are -inf.
@@ -124,6 +128,15 @@ def _gaps(plan: Plan, params: Params, forks: Sequence[Fork]) -> list[float]:
         compared = np.asarray(scores(logits, sampling, jnp.asarray(place)))[:, 0]
         gaps += [_gap(row, fork.ids) for row, fork in zip(compared, part, strict=True)]
     return gaps
+
+
+# Trying out tiles for products in full fp32 took most of a minute a program on an H200.
+_prefill_untuned = jax.jit(
+    prefill_chunk.__wrapped__,  # type: ignore[attr-defined]
+    static_argnames="plan",
+    donate_argnames="state",
+    compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False},
+)
 
 
 def _gap(compared: np.ndarray, ids: Sequence[int]) -> float:
