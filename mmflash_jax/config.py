@@ -100,10 +100,10 @@ class ServeConfig(SamplingSettings):
     """Rows decoded at once."""
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
-    kernels: Kernels = "reference"
-    """Implementation of attention and recurrence. reference: plain XLA; gpu: Pallas kernels; auto:
-    these on an NVIDIA GPU in bfloat16, else reference; interpret: the kernels in Pallas'
-    interpreter, slowly. Kernels have not yet been timed or checked on a card."""
+    kernels: Kernels = "auto"
+    """Implementation of attention, recurrence and what lies between products. auto: Pallas kernels
+    on an NVIDIA GPU in bfloat16, else reference; gpu: the kernels; reference: plain XLA;
+    interpret: the kernels in Pallas' interpreter, slowly."""
     draft_embedding_scale: float | None = None
     """Factor on the token rows that the draft receives. Default: `input_embedding_scale` of the
     draft's config, or 1. Drafts trained on scaled rows that do not say so (some for Gemma) need the

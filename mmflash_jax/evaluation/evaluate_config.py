@@ -37,7 +37,7 @@ class EvaluateConfig:
     """Of the draw of questions."""
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
-    kernels: Kernels = "reference"
+    kernels: Kernels = "auto"
     """Implementation of attention and recurrence, as for serve.py."""
     thinking: bool | None = None
     """Let the model reason before it answers, or not. Default: what its chat template does."""
