@@ -4,12 +4,11 @@
     python -m benchmarks.kernels time --batches 1 8 32 --context 1024 --report kernels.json
 
 `parity` compares on fresh random inputs whose unused cache slots are NaN, as is the memory that
-results are given. `time` runs each kernel
-inside one compiled loop over the caches of several layers, as decoding does, so that a cache comes
-from memory and not from the chip. Sizes are those of the published models.
+results are given. `time` runs each kernel inside one compiled loop over the caches of several
+layers, as decoding does, so that a cache comes from memory and not from the chip
+(`benchmarks/kernel_trials.py`). Sizes are those of the published models.
 """
 
-import dataclasses
 import functools
 import json
 import sys
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,18 +23,22 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from mmflash_jax.layers.linear import dot_general, product_parts
+from benchmarks.kernel_trials import (
+    LAYERS,
+    Time,
+    Trial,
+    attention_trials,
+    delta_trials,
+    heads_trials,
+    product_trials,
+)
 from pallas_kernels import attention_heads, block_attention, gated_delta_step, residual_norm
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.block_attention import cases as attention_cases
-from pallas_kernels.block_attention import gpu as attention_gpu
 from pallas_kernels.gated_delta import cases as delta_cases
-from pallas_kernels.gated_delta import gpu as delta_gpu
 from pallas_kernels.residual_norm import cases as norm_cases
-from pallas_kernels.residual_norm import gpu as norm_gpu
 
 ALLOWED = {"bfloat16": 1e-2, "float32": 1e-5}
-LAYERS = 8
 
 
 @dataclass(frozen=True)
@@ -44,20 +46,6 @@ class Parity:
     """Compare every kernel with its reference."""
 
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Time:
-    """Time every kernel beside its reference, with several tile sizes."""
-
-    batches: tuple[int, ...] = (1, 8, 32)
-    context: int = 1024
-    """Length of every row."""
-    only: str = ""
-    """Part of the names of the cases to run."""
-    tiles: bool = True
-    """Also other tile sizes than the kernel's own choice."""
-    report: Path | None = None
 
 
 def _error(got: Any, wanted: Any) -> float:
@@ -139,202 +127,6 @@ def _say(name: str, dtype: str, errors: dict[str, float], allowed: float) -> boo
     return good
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A compiled loop, what it takes, its description and the fewest bytes a step must move."""
-
-    compiled: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    described: dict[str, Any]
-    bytes_moved: int
-
-
-def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any]:
-    own = attention_gpu._tile(q, cache, case.window)  # noqa: SLF001
-    changes: list[dict[str, int]] = [{}]
-    halves = (own.splits // 2, own.splits * 2)
-    changes += [{"splits": splits} for splits in halves if 1 <= splits <= 64]
-    changes += [{"warps": warps} for warps in (own.warps // 2, own.warps * 2)]
-    changes += [{"stages": own.stages + 1}, {"keys": own.keys // 2, "stages": own.stages + 1}]
-    return [dataclasses.replace(own, **change) for change in changes]
-
-
-def _attention(case: attention_cases.Case, arguments: Time, batch: int) -> list[Trial]:
-    """Reference and kernel over the caches of `LAYERS` layers."""
-    lengths = (arguments.context,) * batch
-    slots = case.S if case.ring else arguments.context + 528
-    case = dataclasses.replace(case, lengths=lengths, S=slots)
-    layers = [case.arguments("bfloat16", seed, 0.0) for seed in range(LAYERS)]
-    q = layers[0][0]
-    context = arguments.context if case.window is None else min(arguments.context, case.window)
-    moved = 2 * 2 * batch * case.K * case.H * (context + case.T) + 2 * 2 * q.size
-    trials = []
-    runs = {"reference": functools.partial(block_attention, **case.options)}
-    for tile in _attention_tiles(case, q, layers[0][1]) if arguments.tiles else [None]:
-        name = "own choice" if tile is None else str(dataclasses.astuple(tile))
-        runs[name] = functools.partial(attention_gpu.block_attention, **case.options, tile=tile)
-    for name, run in runs.items():
-
-        def loop(steps: Any, q: Any, layers: Any, run: Any = run) -> Any:
-            def body(_: Any, q: Any) -> Any:
-                for _, *rest in layers:
-                    q = run(q, *rest)
-                return q
-
-            return jax.lax.fori_loop(0, steps, body, q)
-
-        described = {"case": case.name, "batch": batch, "tile": name}
-        trials.append(Trial(jax.jit(loop), (q, layers), described, moved))
-    return trials
-
-
-def _delta_runs(case: delta_cases.Case, batch: int, tiles: bool) -> dict[str, dict[str, Any]]:
-    """Options of the kernel by description, its own choice first."""
-    if case.T == 1:
-        return {
-            f"{warps} warps": {"token_warps": warps} for warps in ((8, 4, 16) if tiles else (8,))
-        }
-    own = delta_gpu.own_tile(batch, case.value_heads, case.vd)
-    changes: list[dict[str, int]] = [{}]
-    if tiles:
-        changes += [{"columns": n, "warps": n // 16} for n in (16, 32, 64, 128) if n != own.columns]
-        changes += [{"keys": 128}, {"keys": 32}, {"warps": own.warps * 2}]
-        changes += [{"prepare_warps": warps} for warps in (2, 8)]
-    made = [dataclasses.replace(own, **change) for change in changes]
-    runs: dict[str, dict[str, Any]] = {str(tile): {"tile": tile} for tile in made}
-    if tiles:
-        runs["two parts"] = {"parts": 2}
-    return runs
-
-
-def _heads(case: heads_cases.Case, arguments: Time, batch: int) -> list[Trial]:
-    """Reference and kernel behind the product that makes their input, as in a layer, which takes
-    the most of the time; the caches of `LAYERS` layers."""
-    case = dataclasses.replace(
-        case, starts=(arguments.context,) * batch, counts=(case.T,) * batch,
-        S=case.S if case.ring or not case.S else arguments.context + 528,
-    )  # fmt: skip
-    layers = [case.arguments("bfloat16", seed) for seed in range(LAYERS)]
-    # As in a model all layers turn by the same angles.
-    angles = layers[0]["angles"]
-    sizes = [x.shape[-1] for x in (layers[0][name] for name in "qkv") if x is not None]
-    width = case.N * case.H
-    keys = jax.random.split(jax.random.key(arguments.context), LAYERS)
-    weights = [
-        jax.random.normal(key, (width, sum(sizes)), jnp.bfloat16) * width**-0.5 for key in keys
-    ]
-    x = jnp.ones((batch, case.T, width), jnp.bfloat16)
-    # What is made of keys and values: caches, to be updated in place, or rows.
-    rows = jnp.zeros((batch, case.T, case.K, case.H), jnp.bfloat16)
-    made = [(layer["slots"].k, layer["slots"].v) if case.S else (rows, rows) for layer in layers]
-    trials = []
-    for kernels in ("reference", "gpu"):
-
-        def loop(steps: Any, x: Any, made: Any, angles: Any, weights: Any, layers: Any,
-                 kernels: Any = kernels) -> Any:  # fmt: skip
-            def body(_: Any, carry: Any) -> Any:
-                x, made = carry
-                after = []
-                for layer, weight, (k, v) in zip(layers, weights, made, strict=True):
-                    parts = jnp.split(x @ weight, np.cumsum(sizes)[:-1], axis=-1)
-                    given = layer | dict(zip("qkv", parts, strict=False), angles=angles)
-                    if case.S:
-                        given["slots"] = dataclasses.replace(given["slots"], k=k, v=v)
-                    rows = attention_heads(**given, **case.options, kernels=kernels)
-                    x = rows.q.reshape(x.shape)
-                    if case.S:
-                        k, v = rows.k_cache, rows.v_cache
-                    elif case.K:
-                        k, v = rows.k, rows.v
-                    after.append((k, v))
-                return x, after
-
-            return jax.lax.fori_loop(0, steps, body, (x, made))
-
-        described = {"case": f"heads_{case.name}", "batch": batch, "tile": kernels}
-        moved = 2 * weights[0].size
-        given = (x, made, angles, weights, layers)
-        trials.append(Trial(jax.jit(loop), given, described, moved))
-    return trials
-
-
-def _delta(case: delta_cases.Case, arguments: Time, batch: int) -> list[Trial]:
-    """Reference and kernels, the write of the ring among them."""
-    kept = min(6, case.T)
-    lengths, pending = (arguments.context,) * batch, (kept,) * batch
-    case = dataclasses.replace(case, lengths=lengths, pending=pending, counts=None)
-    layers = [case.arguments("bfloat16", seed) for seed in range(LAYERS)]
-    state = layers[0][5]
-    moved = 2 * state.nbytes + 2 * 4 * batch * case.T * case.value_heads * case.vd
-    trials = []
-    runs = {"reference": functools.partial(gated_delta_step, key_heads=case.key_heads)}
-    for name, options in _delta_runs(case, batch, arguments.tiles).items():
-        runs[name] = functools.partial(
-            delta_gpu.gated_delta_step, key_heads=case.key_heads, **options
-        )
-    for name, run in runs.items():
-
-        def loop(steps: Any, caches: Any, layers: Any, run: Any = run) -> Any:
-            def body(_: Any, carry: Any) -> Any:
-                caches, projected = carry
-                new = []
-                for (_, _, kernel, A_log, dt_bias, _, _, _, *counts), (ring, *rest) in zip(
-                    layers, caches, strict=True
-                ):
-                    out, *rest, ring = run(ring, projected, kernel, A_log, dt_bias, *rest, *counts)
-                    # The next layer waits for this one, as in a model.
-                    projected = projected.at[:, 0, 0].add(
-                        (1e-3 * out[:, 0, 0, 0]).astype(projected.dtype)
-                    )
-                    new.append((ring, *rest))
-                return new, projected
-
-            return jax.lax.fori_loop(0, steps, body, (caches, layers[0][1]))
-
-        caches = [(layer[0], *layer[5:8]) for layer in layers]
-        described = {"case": case.name, "batch": batch, "tile": name}
-        trials.append(Trial(jax.jit(loop), (caches, layers), described, moved))
-    return trials
-
-
-def _product(case: norm_cases.Product, arguments: Time, batch: int) -> list[Trial]:
-    """A product, the residual and the norm, as XLA makes them and with the kernel: only their sum
-    counts, since XLA adds up a product's splits inside the addition. Rows of plain decoding and of
-    blocks of 16; the products of `LAYERS` layers."""
-    trials = []
-    for rows in (batch, 16 * batch):
-        x, inputs, layers = case.arguments("bfloat16", rows, LAYERS)
-        own = norm_gpu.splits(rows, case.width_in, case.width_out)
-        tried = sorted({1, 2, 4, 8, 16} if arguments.tiles else {own})
-        for splits in (0, *(s for s in tried if case.width_in % (16 * s) == 0)):
-
-            def add(x: Any, inputs: Any, matrix: Any, norms: Any, splits: int = splits) -> Any:
-                norm, post = norms
-                if splits > 1:
-                    parts = product_parts(inputs, matrix, splits)
-                else:
-                    parts = dot_general(inputs, matrix, (((1,), (0,)), ((), ())))[None]
-                return residual_norm(
-                    x, parts, norm, post=post, kernels="gpu" if splits else "reference"
-                )
-
-            def loop(steps: Any, x: Any, inputs: Any, layers: Any, add: Any = add) -> Any:
-                def body(_: Any, carry: Any) -> Any:
-                    x, normed = carry
-                    for layer in layers:
-                        # The next product waits for this norm, as in a model.
-                        x, normed = add(x, inputs * normed[:, :1], *layer)
-                    return x, normed
-
-                return jax.lax.fori_loop(0, steps, body, (x, x))
-
-            name = f"{splits} splits" if splits else "reference"
-            described = {"case": case.name, "rows": rows, "tile": name, "own choice": own}
-            moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
-            trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
-    return trials
-
-
 def _compile(trial: Trial) -> Callable[..., Any] | str:
     try:
         return trial.compiled.lower(np.int32(1), *trial.arguments).compile()  # type: ignore[attr-defined]
@@ -359,8 +151,8 @@ def _microseconds(compiled: Callable[..., Any], trial: Trial) -> float:
 def measure(arguments: Time) -> list[dict[str, Any]]:
     records = []
     makers: list[tuple[Sequence[Any], Any]] = [
-        (heads_cases.SERVED, _heads), (attention_cases.SERVED, _attention),
-        (delta_cases.SERVED, _delta), (norm_cases.PRODUCTS, _product),
+        (heads_cases.SERVED, heads_trials), (attention_cases.SERVED, attention_trials),
+        (delta_cases.SERVED, delta_trials), (norm_cases.PRODUCTS, product_trials),
     ]  # fmt: skip
     for batch in arguments.batches:
         for cases, make in makers:
