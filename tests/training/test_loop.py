@@ -183,9 +183,10 @@ def test_an_accumulated_step_is_the_step_of_the_whole_batch(runs):
         for _ in range(2):
             state, metrics = train_step(recipe, runs.target_params, state, batch)
         results.append((state.params, metrics["loss"], metrics["grad_norm"]))
+    # Adam divides a gradient by its own size: rounding of one near zero shows in the parameter.
     for other in results[1:]:
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results[0], other
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results[0], other
         )
 
 
