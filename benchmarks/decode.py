@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from mmflash_jax.compilation import compile_at_once
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.records import RUNNING, DecodeState, Plan
 from mmflash_jax.drafters import NoDraft
+from mmflash_jax.evaluation.records import commit as commit_here
 from mmflash_jax.evaluation.report import describe_device, versions
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import default_dtype, load_drafter, load_target
@@ -66,6 +66,8 @@ class Settings:
     runs: int = 3
     report: Path | None = None
     """JSON file; the records of other runs in it stay."""
+    commit: str | None = None
+    """Commit that the records name. Default: that of this checkout."""
     compile_first: bool = True
     """Compile all cells side by side before the first is timed: quicker with many processors."""
     profile: Path | None = None
@@ -234,9 +236,7 @@ def measure(settings: Settings) -> list[Record]:
 
     Those of drafted decoding hold what plain decoding took in the same run, under `plain_`.
     """
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = settings.commit or commit_here()
     loaded, methods = load(settings)
     print(json.dumps(loaded.facts), flush=True)
     records: list[Record] = []
@@ -256,7 +256,7 @@ def measure(settings: Settings) -> list[Record]:
         records.append({
             "device": describe_device(), "target": type(loaded.target).__name__, **shown,
             "kernels": cell.kernels, "weights": "random", **cell.said, "versions": versions(),
-            "commit": commit.stdout.strip(), **loaded.facts,
+            "commit": commit, **loaded.facts,
             **loaded.draft_facts[cell.method.kind], **figures, **({} if is_plain else plain),
         })  # fmt: skip
         if settings.report:

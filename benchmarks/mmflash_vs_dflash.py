@@ -17,7 +17,6 @@ import dataclasses
 import json
 import logging
 import pickle
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from mmflash_jax.compilation import keep_compiled_programs
 from mmflash_jax.config import TrainConfig, VisualConfig
 from mmflash_jax.config_files import find_config, read_yaml
 from mmflash_jax.evaluation import report
+from mmflash_jax.evaluation.records import commit as commit_here
 from mmflash_jax.load import default_dtype
 from mmflash_jax.training.export import as_shipped
 from mmflash_jax.training.held_out import HeldOut, answer_held_out, evaluate
@@ -213,12 +213,7 @@ def join(arguments: tyro.conf.OmitArgPrefixes[Report]) -> None:
     """Join the records of all runs: JSON, a table and a plot."""
     files = sorted(arguments.folder.glob("records_*.json"))
     records = [record for file in files for record in json.loads(file.read_text())]
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
+    commit = arguments.commit or commit_here()
     records = mmflash_report.join([{**record, "commit": commit} for record in records])
     arguments.output.write_text(json.dumps(records, indent=2) + "\n")
     table = mmflash_report.table(records)

@@ -41,6 +41,7 @@ from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.records import DecodeState, Plan, Prompt
 from mmflash_jax.decode.slots import Shape
 from mmflash_jax.evaluation.batch import Session
+from mmflash_jax.evaluation.records import commit as commit_here
 from mmflash_jax.evaluation.report import describe_device, versions
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import default_dtype, load_drafter, load_target
@@ -70,6 +71,8 @@ class Settings:
     rounds: int = 3
     """Times that each number of requests is sent, after one round that does not count."""
     kernels: Kernels = "auto"
+    commit: str | None = None
+    """Commit that the records name. Default: that of this checkout."""
     report: Path | None = None
     """JSON file; other records in it stay."""
 
@@ -273,7 +276,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
                 "dtype": plan.target.dtype, "bare_loop_tokens_per_s": round(loop, 1),
                 "lost": None if rate is None else round(1 - rate / loop, 3),
                 "compilations_after_warm_up": new("mmflash_compilations_after_warm_up"),
-                "versions": versions(),
+                "versions": versions(), "commit": settings.commit or commit_here(),
             }  # fmt: skip
             print(json.dumps(record), flush=True)
             records.append(record)
