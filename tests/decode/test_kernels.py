@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.decode.step import step
+from mmflash_jax.drafters.narrowed import Narrowed
 from mmflash_jax.load import load_target
 from mmflash_jax.targets.gemma4 import Gemma4
 from tests import tiny, tiny_gemma4
@@ -71,6 +73,19 @@ def test_drafted_ids_with_kernels_are_those_of_the_reference(pair):
     assert [len(ids) for ids in answers(got)] == [8, 8]
     # The draft went through its kernel too: it proposed what it proposes without.
     np.testing.assert_array_equal(got.drafted, wanted.drafted)
+
+
+def test_widths_may_change_between_steps_with_kernels(pair):
+    """Passes narrower than the blocks that rings and records are laid out for, which go round."""
+    target, drafter, params, _ = pair
+    prompts = [make_prompt(target, n, seed=n, max_tokens=m) for n, m in ((5, 24), (23, 3))]
+    wanted = run(target, drafter, params, prompts, "reference")
+    state = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
+    target, drafter = (dataclasses.replace(x, kernels="interpret") for x in (target, drafter))
+    drafters = itertools.cycle([drafter, Narrowed(drafter, 1)])
+    while state.running.any():
+        state = quick_step(Plan(target, next(drafters), ()), params, state)
+    assert answers(state) == answers(wanted)
 
 
 def test_every_layer_of_a_step_runs_a_kernel(pair):
