@@ -7,7 +7,7 @@ swapped, the second time from the first-level cache: so nothing is moved between
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def _caches(slots: Slots | None) -> tuple[Array, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """HeadRows of one kind: where they lie in the joined projection, and what is done to them."""
+    """Heads of one kind: where they lie in the joined projection, and what is done to them."""
 
     name: str
     first: int
@@ -153,6 +153,26 @@ def _program(
         )
 
 
+def _parts(
+    projected: Mapping[str, Array | None], norms: Mapping[str, Norm | None], head_dim: int,
+    gated: bool,
+) -> tuple[_Part, ...]:  # fmt: skip
+    """Where programs find the heads of what is there, side by side."""
+    parts: list[_Part] = []
+    programs = column = 0
+    for name, x in projected.items():
+        if x is None:
+            continue
+        stride = head_dim * (1 + (gated and name == "q"))
+        heads = x.shape[-1] // stride
+        parts.append(_Part(
+            name=name, first=programs, heads=heads, column=column, stride=stride,
+            norm=norms[name], turned=name != "v",
+        ))  # fmt: skip
+        programs, column = programs + heads, column + x.shape[-1]
+    return tuple(parts)
+
+
 def _joined(projected: Sequence[Array]) -> Array:
     """Projections side by side, `[B, T, C]`.
 
@@ -181,18 +201,7 @@ def attention_heads(
 ) -> HeadRows:
     """`pallas_kernels.attention_heads`."""
     norms, projected = {"q": q_norm, "k": k_norm, "v": v_norm}, {"q": q, "k": k, "v": v}
-    parts: list[_Part] = []
-    programs = column = 0
-    for name, x in projected.items():
-        if x is None:
-            continue
-        stride = head_dim * (1 + (gated and name == "q"))
-        heads = x.shape[-1] // stride
-        parts.append(_Part(
-            name=name, first=programs, heads=heads, column=column, stride=stride,
-            norm=norms[name], turned=name != "v",
-        ))  # fmt: skip
-        programs, column = programs + heads, column + x.shape[-1]
+    parts = _parts(projected, norms, head_dim, gated)
     x = _joined([x for x in projected.values() if x is not None])
     B, T = x.shape[:2]
     rows = min(pl.next_power_of_2(T), max(1, SHARE // head_dim))
@@ -220,8 +229,8 @@ def attention_heads(
     kept = _caches(slots)
     cache_specs = tuple(spec("cache", cache) for cache in kept)
     written, made = pl.pallas_call(
-        functools.partial(_program, sizes, tuple(parts)),
-        grid=(programs, pl.cdiv(T, rows), B),
+        functools.partial(_program, sizes, parts),
+        grid=(sum(part.heads for part in parts), pl.cdiv(T, rows), B),
         in_specs=[cache_specs, {name: spec(name, x) for name, x in inputs.items()}],
         out_specs=[cache_specs, {name: spec(name, x) for name, x in outputs.items()}],
         out_shape=[tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept), outputs],
