@@ -102,7 +102,7 @@ class ServeConfig(SamplingSettings):
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
     kernels: Kernels = "auto"
     """Implementation of attention, recurrence and what lies between products. auto: Pallas kernels
-    on an NVIDIA GPU in bfloat16, else reference; gpu: the kernels; reference: plain XLA;
+    on a single NVIDIA GPU in bfloat16, else reference; gpu: the kernels; reference: plain XLA;
     interpret: the kernels in Pallas' interpreter, slowly."""
     draft_embedding_scale: float | None = None
     """Factor on the token rows that the draft receives. Default: `input_embedding_scale` of the
@@ -113,7 +113,7 @@ class ServeConfig(SamplingSettings):
     thinking: bool | None = None
     """Let the model reason before it answers, or not. Default: what its chat template does."""
     model_parallel: int = 1
-    """Devices over which the target's weights are split."""
+    """Devices over which the target's weights are split; more than one run without kernels."""
     port: int | None = None
     """Serve an OpenAI-compatible API at this port. Default: answer prompts and end."""
     host: str = "127.0.0.1"
@@ -130,7 +130,8 @@ class ServeConfig(SamplingSettings):
     more fill free rows sooner."""
     run_ms: float = 80.0
     """Time that the loop decodes before the server looks at what has come in meanwhile, if no row
-    ends before. Shorter: smoother streams; longer: less is lost between two runs."""
+    ends before; at least 4 and at most 16 steps. Shorter: smoother streams; longer: less is lost
+    between two runs."""
     max_queue: int = 64
     """Requests that may wait for a row; more are turned away for now."""
     image_root: Path | None = None
@@ -155,6 +156,11 @@ class ServeConfig(SamplingSettings):
             raise ConfigError(f"port is {self.port}, it must be from 0 to 65535")
         if self.image_root is not None and not self.image_root.is_dir():
             raise ConfigError(f"image_root is {self.image_root}, there is no such folder")
+        if self.model_parallel > 1 and self.kernels in ("gpu", "interpret"):
+            raise ConfigError(
+                f"kernels is {self.kernels} and model_parallel is {self.model_parallel}, but a "
+                "kernel is one device's; use kernels auto or reference"
+            )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def load_target(
 ) -> tuple[Target, Params]:
     """A target checkpoint in Hugging Face layout, each parameter in its dtype and sharding.
 
-    `kernels` names the implementation of its attention and recurrence (`pallas_kernels.choose`).
+    `kernels` names the implementation of its operations (`pallas_kernels.choose`).
 
     Raises:
         ConfigError: the configuration is not supported.

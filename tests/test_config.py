@@ -267,6 +267,14 @@ def test_serving_limits_are_positive(name, value):
         ServeConfig(**{name: value})
 
 
+@pytest.mark.parametrize("kernels", ["gpu", "interpret"])
+def test_kernels_by_name_are_refused_over_several_devices(kernels):
+    with pytest.raises(ConfigError, match=f"kernels is {kernels} and model_parallel is 2"):
+        ServeConfig(kernels=kernels, model_parallel=2)
+    for kept in (ServeConfig(model_parallel=2), ServeConfig(kernels=kernels)):
+        assert kept.kernels in ("auto", kernels)
+
+
 def test_serve_config_can_be_built_from_values_as_well():
     config = build(ServeConfig, {"target": "x", "output": "o.jsonl", "thinking": None}, "")
     assert config == ServeConfig(target="x", output=Path("o.jsonl"))

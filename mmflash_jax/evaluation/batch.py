@@ -59,8 +59,11 @@ def load(config: ServeConfig, beside: Session | None = None) -> Session:
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
     folder, draft_folder = pair(config.target, config.draft)
     mesh = make_mesh(config.model_parallel) if config.model_parallel > 1 else None
-    # A kernel is one device's; XLA splits the reference over a mesh.
-    kernels = "reference" if mesh is not None and config.kernels == "auto" else config.kernels
+    kernels = config.kernels
+    if mesh is not None and kernels == "auto":
+        # A kernel is one device's; XLA splits the reference over a mesh.
+        kernels = "reference"
+        log.info("kernels: reference, over %d devices", config.model_parallel)
     if beside is None:
         target, target_params = load_target(folder, dtype, mesh, kernels=kernels)
     else:

@@ -38,7 +38,7 @@ class EvaluateConfig:
     dtype: Dtype = "auto"
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
     kernels: Kernels = "auto"
-    """Implementation of attention and recurrence, as for serve.py."""
+    """Implementation of attention, recurrence and what lies between products, as for serve.py."""
     thinking: bool | None = None
     """Let the model reason before it answers, or not. Default: what its chat template does."""
     output: Path = Path("runs/evaluation")
