@@ -65,6 +65,9 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
         rows, keys, warps, stages = LEAST, LEAST, 4, 1
     else:
         rows = min(max(LEAST, _power_of_two(T * (N // K))), 64)
+        if rows > LEAST and H > 128:
+            # Of wide heads 32 rows spill (144 bytes a thread at width 256, 1188 at 512), 64 do not.
+            rows = 64
         keys = 64 if H <= 256 else 32
         warps = 8 if H > 256 else 4
         stages = 3 if H <= 128 else 2

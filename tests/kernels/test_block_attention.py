@@ -9,6 +9,7 @@ import pytest
 
 from mmflash_jax.layers.cache import write_rows
 from pallas_kernels import block_attention
+from pallas_kernels.block_attention import gpu
 from tests.tolerances import LAYER, assert_close
 
 LENGTHS = np.array([0, 1, 13, 24])
@@ -144,3 +145,13 @@ def test_bf16_stays_near_fp32(batch):
     narrow = attend(*(x.astype(jnp.bfloat16) for x in arguments), length)
     assert narrow.dtype == jnp.bfloat16
     assert np.abs(np.asarray(narrow, np.float32) - np.asarray(exact)).max() < 0.03
+
+
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(256, 16, 4), (512, 8, 2), (256, 8, 1)])
+def test_no_width_of_a_pass_takes_a_tile_whose_registers_spill(width, heads, kv_heads):
+    """Of wide heads that is one of 32 rows; a server verifies 1, 4, 8 or 16 tokens."""
+    for tokens in (1, 2, 4, 8, 16):
+        q = jnp.zeros((1, tokens, heads, width), jnp.bfloat16)
+        cache = jnp.zeros((1, kv_heads, 64, width), jnp.bfloat16)
+        rows = gpu._tile(q, cache, None).rows
+        assert rows == (16 if tokens * heads // kv_heads <= 16 else 64), tokens
