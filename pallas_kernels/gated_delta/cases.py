@@ -90,6 +90,10 @@ SMALL = (
 SERVED = (
     Case(name="delta_block", lengths=(1024, 33, 0, 4000), pending=(6, 16, 0, 1),
          counts=(16, 16, 0, 7), key_heads=16, value_heads=32, kd=128, vd=128),
+    Case(name="delta_narrow", lengths=(1024, 33, 0, 4000), pending=(6, 8, 0, 1),
+         counts=(8, 8, 0, 7), tokens=8, key_heads=16, value_heads=32, kd=128, vd=128),
+    Case(name="delta_one_of_a_block", lengths=(1024, 33, 0, 4000), pending=(6, 16, 0, 1),
+         counts=(1, 1, 0, 1), tokens=1, key_heads=16, value_heads=32, kd=128, vd=128),
     Case(name="delta_like_keys", lengths=(1024,), pending=(6,), key_heads=16, value_heads=32,
          kd=128, vd=128, spread=1e-2),
     Case(name="delta_plain", lengths=(1024, 33, 0, 4000), pending=(1, 1, 0, 1), key_heads=16,
