@@ -87,7 +87,7 @@ def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -
         _positions(plan, state, after),
         state.cache,
         state.length,
-        jnp.where(state.running, plan.drafter.block, 0),
+        jnp.where(state.running, ids.shape[1], 0),
         capture=plan.drafter.capture,
         parents=parents,
     )
