@@ -12,6 +12,9 @@ Kernels = Literal["auto", "reference", "gpu", "interpret"]
 """reference: plain jax.numpy. gpu: the Pallas kernel. interpret: the same kernel in Pallas'
 interpreter, on any device and slowly. auto: the kernel where it runs and pays, else reference."""
 
+PROCESSORS = 132
+"""Streaming multiprocessors of an H200, for which tiles are chosen."""
+
 log = logging.getLogger(__name__)
 
 

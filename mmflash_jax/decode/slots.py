@@ -212,7 +212,7 @@ def run(
 def _run(
     plan: Plan, params: Params, state: DecodeState, budget: Array | None, steps: int
 ) -> tuple[DecodeState, Emission]:
-    # A row that has taken no step yet has not been told of either; a run takes at least one.
+    # A row that has taken no step yet has not been told of either; only a warm-up takes none.
     since = jnp.where(state.steps == 0, 0, state.num_tokens)
     most = steps if budget is None else jnp.minimum(budget, steps)
 

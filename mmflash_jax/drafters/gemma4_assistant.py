@@ -28,12 +28,12 @@ from mmflash_jax.layers.capture import AFTER_NORM
 from mmflash_jax.layers.linear import Embedding, linear, matmul_precision
 from mmflash_jax.layers.mlp import GeGLU
 from mmflash_jax.layers.norm import GemmaRMSNorm
-from mmflash_jax.layers.rotary import apply_rotary, proportional_angles
+from mmflash_jax.layers.rotary import proportional_angles
 from mmflash_jax.layers.schema import Params, abstract_module
 from mmflash_jax.weights import TRANSPOSE, Rule, mlp_projections
 from mmflash_jax.weights.gemma4_layers import Rotary, heads_of, layer_kinds, rotary_of
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
-from pallas_kernels import Kernels, block_attention
+from pallas_kernels import Kernels, apply_rotary, block_attention
 
 
 @dataclass(frozen=True, kw_only=True)

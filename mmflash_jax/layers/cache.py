@@ -9,16 +9,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import Slots, write_rows
 
-__all__ = [
-    "AttentionCache",
-    "CachedKeys",
-    "empty_cache",
-    "may_write_first",
-    "slots_of",
-    "write_cache",
-    "write_rows",
-]
-
 
 @no_type_check  # JAX rebuilds it around things that are no arrays.
 @jax.tree_util.register_dataclass

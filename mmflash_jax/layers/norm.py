@@ -1,5 +1,7 @@
 """Normalisation layers, each with the rounding steps of its transformers counterpart."""
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,14 +9,15 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import Norm, rms_norm, rms_normalise
+from pallas_kernels.norm import Kind
 
 
-class RMSNorm(nnx.Module):
-    """Normalise in fp32, round to the input's dtype, times `weight` (Qwen3RMSNorm)."""
+class PlainNorm(nnx.Module):
+    """An RMS norm over the last axis, of the `kind` that its class names."""
 
-    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
-        self.eps = eps
-        self.weight = nnx.Param(jnp.ones((width,), dtype))
+    kind: ClassVar[Kind]
+    eps: float
+    weight: nnx.Param | None
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return rms_norm(x, self.norm)
@@ -22,46 +25,44 @@ class RMSNorm(nnx.Module):
     @property
     def norm(self) -> Norm:
         """Weight and rounding steps."""
-        return Norm(self.weight[...], self.eps, "rounded")
+        return Norm(None if self.weight is None else self.weight[...], self.eps, self.kind)
 
 
-class ZeroCentredRMSNorm(nnx.Module):
+class RMSNorm(PlainNorm):
+    """Normalise in fp32, round to the input's dtype, times `weight` (Qwen3RMSNorm)."""
+
+    kind = "rounded"
+
+    def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((width,), dtype))
+
+
+class ZeroCentredRMSNorm(PlainNorm):
     """Normalise, times `1 + weight`, all in fp32, round once (Qwen3_5RMSNorm).
 
     The stored weight stays as it is in the checkpoint; the one is added by `rms_norm` and nowhere
     else.
     """
 
+    kind = "zero_centred"
+
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype):
         self.eps = eps
         self.weight = nnx.Param(jnp.zeros((width,), dtype))
 
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return rms_norm(x, self.norm)
 
-    @property
-    def norm(self) -> Norm:
-        """Weight and rounding steps."""
-        return Norm(self.weight[...], self.eps, "zero_centred")
-
-
-class GemmaRMSNorm(nnx.Module):
+class GemmaRMSNorm(PlainNorm):
     """Normalise, times the plain `weight`, all in fp32, round once (Gemma4RMSNorm).
 
     Without a weight (`weighted=False`) it has no parameters.
     """
 
+    kind = "plain"
+
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, weighted: bool = True):
         self.eps = eps
         self.weight = nnx.Param(jnp.ones((width,), dtype)) if weighted else None
-
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-        return rms_norm(x, self.norm)
-
-    @property
-    def norm(self) -> Norm:
-        """Weight and rounding steps."""
-        return Norm(None if self.weight is None else self.weight[...], self.eps, "plain")
 
 
 class GatedRMSNorm(nnx.Module):

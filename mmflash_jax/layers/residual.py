@@ -6,11 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmflash_jax.layers.linear import product_parts
-from mmflash_jax.layers.norm import GemmaRMSNorm, RMSNorm, ZeroCentredRMSNorm
+from mmflash_jax.layers.norm import PlainNorm
 from pallas_kernels import Kernels, residual_norm
 from pallas_kernels.residual_norm import splits
-
-PlainNorm = RMSNorm | ZeroCentredRMSNorm | GemmaRMSNorm
 
 
 def add_product(

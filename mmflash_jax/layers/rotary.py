@@ -4,16 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import apply_rotary
-
-__all__ = [
-    "apply_rotary",
-    "inverse_frequencies",
-    "mrope_angles",
-    "proportional_angles",
-    "rotary_angles",
-]
-
 
 def inverse_frequencies(theta: float, width: int) -> np.ndarray:
     """`theta^(-2i / width)` for i in 0 .. width/2 - 1, fp32 `[width / 2]`."""

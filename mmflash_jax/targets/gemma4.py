@@ -2,7 +2,7 @@
 
 Follows transformers 5.24 `models/gemma4/modeling_gemma4.py`. Sliding layers keep a ring of
 `window + block` slots; rejected tokens need no undoing, since the next pass starts at the committed
-length (`layers.cache.write_rows`). The last layers make no keys and values of their own and read
+length (`pallas_kernels.write_rows`). The last layers make no keys and values of their own and read
 those of an earlier layer, so the cache has entries for the makers only.
 """
 

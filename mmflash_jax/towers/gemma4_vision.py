@@ -19,11 +19,12 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.mlp import gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
-from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
+from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Path
 from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
+from pallas_kernels import apply_rotary
 
 CHANNELS = 3
 # Of the configuration class of transformers; files may leave it out.

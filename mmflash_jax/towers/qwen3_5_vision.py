@@ -18,11 +18,12 @@ from jaxtyping import Array, Bool, Float, Int
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import gelu
 from mmflash_jax.layers.norm import LayerNorm
-from mmflash_jax.layers.rotary import apply_rotary, rotary_angles
+from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Path
 from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform, flatten_patches
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
+from pallas_kernels import apply_rotary
 
 LAYER_NORM_EPS = 1e-6
 

@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choose import PROCESSORS
+
 # Finite, so that a split without keys never produces NaN through inf - inf.
 NOTHING = -1e30
-# Streaming multiprocessors of an H200: what splits are counted for.
-PROCESSORS = 132
 MOST_SPLITS = 64
 # The smallest side of a tensor-core product.
 LEAST = 16

@@ -16,13 +16,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choose import PROCESSORS
 from pallas_kernels.gated_delta import gpu_block, gpu_token
 from pallas_kernels.gated_delta.gpu_inputs import Sizes
 
 # The smallest side of a tensor-core product.
 LEAST = 16
-# Streaming multiprocessors of an H200.
-PROCESSORS = 132
 
 
 def obstacle(ring: Array, kernel: Array, state: Array, update: Array) -> str | None:

@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.choose import PROCESSORS
 from pallas_kernels.norm import Norm, weigh
 
 WARPS = 4
-# Streaming multiprocessors of an H200, and products that run on one at a time.
-PROCESSORS, RESIDENT = 132, 3
+# Products that run on a processor at a time.
+RESIDENT = 3
 # Sides of the tiles of a product, and the fewest weights of a column in a part. With these XLA, as
 # it counts without autotuning, splits no part again: that would take the launch which parts save.
 TILE_ROWS, TILE_COLUMNS, LEAST_PART = 128, 64, 64

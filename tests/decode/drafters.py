@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmflash_jax.drafters import Anchor, Context, Heads, Proposal
-from mmflash_jax.layers.cache import write_rows
-from pallas_kernels import ancestors_of, depths_of
+from pallas_kernels import ancestors_of, depths_of, write_rows
 from tests.targets.trees import random_parents
 
 PLACES = 256

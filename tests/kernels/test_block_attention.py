@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmflash_jax.layers.cache import write_rows
-from pallas_kernels import block_attention
+from pallas_kernels import block_attention, write_rows
 from pallas_kernels.block_attention import gpu
 from tests.tolerances import LAYER, assert_close
 

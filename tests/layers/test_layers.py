@@ -12,7 +12,6 @@ from transformers import Qwen3_5TextConfig, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from mmflash_jax.layers.cache import write_rows
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import SwiGLU
 from mmflash_jax.layers.norm import (
@@ -21,8 +20,9 @@ from mmflash_jax.layers.norm import (
     RMSNorm,
     ZeroCentredRMSNorm,
 )
-from mmflash_jax.layers.rotary import apply_rotary, mrope_angles, rotary_angles
+from mmflash_jax.layers.rotary import mrope_angles, rotary_angles
 from mmflash_jax.layers.schema import abstract_module, initialise, leaves_with_path, set_leaf
+from pallas_kernels import apply_rotary, write_rows
 from pallas_kernels.gated_delta.reference import unit_heads
 from tests.tolerances import LAYER, assert_close
 
