@@ -98,6 +98,8 @@ def served(tmp_path_factory: pytest.TempPathFactory):
         max_images=3,
         max_image_mb=0.25,
         adapt=False,
+        # Short runs: the tiny pair would end an answer before a test can stop it.
+        run_ms=1.0,
     )
     session = load(config)
     site = make_site(config, session)
