@@ -56,6 +56,8 @@ def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any
     changes += [{"splits": splits} for splits in halves if 1 <= splits <= 64]
     changes += [{"warps": warps} for warps in (own.warps // 2, own.warps * 2)]
     changes += [{"stages": own.stages + 1}, {"keys": own.keys // 2, "stages": own.stages + 1}]
+    changes += [{"rows": rows, "splits": own.splits} for rows in (16, 64) if rows != own.rows]
+    changes += [{"rows": 16, "splits": own.splits // 2}] if own.rows > 16 and own.splits > 1 else []
     return [dataclasses.replace(own, **change) for change in changes]
 
 
@@ -91,9 +93,9 @@ def attention_trials(case: attention_cases.Case, arguments: Time, batch: int) ->
 def _delta_runs(case: delta_cases.Case, batch: int, tiles: bool) -> dict[str, dict[str, Any]]:
     """Options of the kernel by description, its own choice first."""
     if case.T == 1:
-        return {
-            f"{warps} warps": {"token_warps": warps} for warps in ((8, 4, 16) if tiles else (8,))
-        }
+        own = delta_gpu.own_token_tile(batch, case.value_heads, case.vd)
+        others = ((case.vd, 8), (64, 8), (64, 4), (32, 8), (32, 4)) if tiles else ()
+        return {str(tile): {"token_tile": tile} for tile in dict.fromkeys((own, *others))}
     own = delta_gpu.own_tile(batch, case.value_heads, case.vd)
     changes: list[dict[str, int]] = [{}]
     if tiles:

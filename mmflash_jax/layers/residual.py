@@ -5,7 +5,7 @@ import math
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmflash_jax.layers.linear import product_parts
+from mmflash_jax.layers.linear import at_least_two, product_parts
 from mmflash_jax.layers.norm import PlainNorm
 from pallas_kernels import Kernels, residual_norm
 from pallas_kernels.residual_norm import splits
@@ -31,10 +31,12 @@ def add_product(
     """
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     number = splits(rows, inputs.shape[-1], width, x.dtype, kernels)
+    inputs = inputs.reshape(rows, -1)
     if number == 1 or projection.bias is not None:
-        parts = projection(inputs).reshape(1, rows, width)
+        # A single row stays two: cutting the second off would be a launch.
+        parts = projection(at_least_two(inputs))[None]
     else:
-        parts = product_parts(inputs.reshape(rows, -1), projection.kernel[...], number)
+        parts = product_parts(inputs, projection.kernel[...], number)
     return residual_norm(
         x,
         parts,

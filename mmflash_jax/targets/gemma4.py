@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.cache import (
@@ -166,8 +167,10 @@ class DecoderLayer(nnx.Module):
             post=self.post_feedforward_layernorm,
         )  # fmt: skip
         gate = gelu(self.per_layer_input_gate(x), approximate=True)
+        # Drawn into the product, the gate would take a copy of `per_layer` and a slower product.
+        gated = lax.optimization_barrier(gate * per_layer)
         x, normed = add(
-            x, self.per_layer_projection, gate * per_layer, following,
+            x, self.per_layer_projection, gated, following,
             post=self.post_per_layer_input_norm, factor=self.layer_scalar[...],
         )  # fmt: skip
         return x, normed, rows

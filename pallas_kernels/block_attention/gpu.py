@@ -75,8 +75,12 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
     context = S if window is None else min(S, window)
     # Programs with many query rows fill a processor, two with few share one.
     room = PROCESSORS if rows > LEAST else 2 * PROCESSORS
-    wanted = min(room // programs, pl.cdiv(context, keys), MOST_SPLITS)
+    tiles = pl.cdiv(context, keys)
+    wanted = min(room // programs, tiles, MOST_SPLITS)
     splits = 1 << (max(wanted, 1).bit_length() - 1)
+    if splits == tiles and 2 * splits <= min(room // programs, LEAST):
+        # One more for the block's own keys.
+        splits *= 2
     return Tile(rows=rows, keys=keys, splits=splits, warps=warps, stages=stages)
 
 
@@ -212,7 +216,8 @@ def _attend(rule: _Rule, tile: Tile, length_ref: Any, first_ref: Any, q_ref: Any
         at = _rows(out_ref, t, row % rule.G)
         plt.store(at, out.astype(out_ref.dtype), mask=_wide(real, out.shape[1]))
         return
-    out, top, total = lax.cond(split == 0, own, lambda carry: carry, carry)
+    # The last split has the least of the context, often none.
+    out, top, total = lax.cond(split == tile.splits - 1, own, lambda carry: carry, carry)
     filled = total > 0
     out = out / jnp.maximum(total, 1e-30)[:, None]
     # An empty split writes no values, and the merge reads none of it.

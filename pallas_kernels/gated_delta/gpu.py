@@ -59,6 +59,15 @@ def own_tile(rows: int, heads: int, value_width: int) -> Tile:
     return Tile(columns=columns, keys=64, warps=columns // LEAST, prepare_warps=4)
 
 
+def own_token_tile(rows: int, heads: int, value_width: int) -> tuple[int, int]:
+    """For a token after a token: columns of the state that a program has in registers at a time,
+    and its warps. Where programs outnumber processors small ones run side by side: some load while
+    others compute."""
+    if rows * heads <= PROCESSORS:
+        return value_width, 8
+    return min(64, value_width), 4
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """Blocks of a program's row and head; `place` gives both from the indices of the grid."""
@@ -117,7 +126,7 @@ def gated_delta_step(
     key_heads: int,
     interpret: bool = False,
     tile: Tile | None = None,
-    token_warps: int = 8,
+    token_tile: tuple[int, int] | None = None,
     parts: int | None = None,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """`pallas_kernels.gated_delta_step`.
@@ -143,7 +152,8 @@ def gated_delta_step(
     ]  # fmt: skip
     front = _Front((*tokens, length, count, pending, G), specs, at)
     if sizes.P == 1:
-        return _token(sizes, front, state, update, token_warps)
+        columns, warps = token_tile or own_token_tile(B, vh, vd)
+        return _token(sizes, front, state, update, columns, warps)
     tile = own_tile(B, vh, vd) if tile is None else tile
     parts = gpu_block.parts_for(ring.dtype) if parts is None else parts
     return _block(sizes, front, state, update, tile, parts)
@@ -188,7 +198,7 @@ def _launch(
 
 
 def _token(
-    sizes: Sizes, front: _Front, state: Array, update: Array, warps: int
+    sizes: Sizes, front: _Front, state: Array, update: Array, columns: int, warps: int
 ) -> tuple[Array, Array, Array, Array, Array]:
     """A token after a token."""
     specs, shapes, aliases = front.outputs
@@ -196,7 +206,7 @@ def _token(
     after = len(front.inputs)
     ring, G, out, state, update = _launch(
         sizes,
-        functools.partial(gpu_token.step, sizes),
+        functools.partial(gpu_token.step, sizes, columns),
         "gated_delta_token",
         warps,
         grid=(len(state) * sizes.value_heads,),

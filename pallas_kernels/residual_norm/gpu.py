@@ -1,5 +1,8 @@
 """The sum of a product's parts, its norm, the residual and the next norm as one Pallas kernel for
-NVIDIA GPUs (Triton backend): a program a row, which stays in registers."""
+NVIDIA GPUs (Triton backend): a program a row, which stays in registers.
+
+With few rows it is bound by latency: so everything is asked for before anything is waited for, and
+many warps share a row."""
 
 import functools
 from dataclasses import dataclass
@@ -16,12 +19,14 @@ from jaxtyping import Array, Float
 from pallas_kernels.choose import PROCESSORS
 from pallas_kernels.norm import Norm, weigh
 
-WARPS = 4
+# Warps of a program: where every processor has a row at most, and where there are more.
+FEW_ROWS_WARPS, WARPS = 16, 4
 # Products that run on a processor at a time.
 RESIDENT = 3
-# Sides of the tiles of a product, and the fewest weights of a column in a part. With these XLA, as
-# it counts without autotuning, splits no part again: that would take the launch which parts save.
-TILE_ROWS, TILE_COLUMNS, LEAST_PART = 128, 64, 64
+# Sides of the tiles of a product, what the weights of a column in a part are a multiple of, and the
+# fewest of them. With these XLA, as it counts without autotuning, splits no part again: that would
+# take the launch which parts save.
+TILE_ROWS, TILE_COLUMNS, TILE_INNER, LEAST_PART = 128, 64, 64, 256
 # What a program can hold: columns of a row, in strips of a power of two.
 MOST_COLUMNS, MOST_STRIPS, LEAST_STRIP = 8192, 16, 16
 
@@ -34,7 +39,9 @@ def splits(rows: int, width_in: int, width_out: int) -> int:
     """
     tiles = pl.cdiv(rows, TILE_ROWS) * pl.cdiv(width_out, TILE_COLUMNS)
     parts = 1
-    while 2 * parts * tiles <= RESIDENT * PROCESSORS and width_in % (2 * parts * LEAST_PART) == 0:
+    while 2 * parts * tiles <= RESIDENT * PROCESSORS and 2 * parts * LEAST_PART <= width_in:
+        if width_in % (2 * parts * TILE_INNER):
+            break
         parts *= 2
     return parts
 
@@ -72,27 +79,31 @@ def _strips(ref: Any) -> list[Any]:
     return [pl.ds(start, size) for start in range(0, width, size)]
 
 
-def _normed(strips: list[Array], static: Any, weight: Any, dtype: Any) -> list[Array]:
+def _load(ref: Any) -> list[Array]:
+    return [plt.load(ref.at[at]) for at in _strips(ref)]
+
+
+def _normed(strips: list[Array], static: Any, weights: list[Array], dtype: Any) -> list[Array]:
     """A row in fp32 strips, normed and rounded to `dtype`."""
     has_weight, eps, kind = static
     squares = functools.reduce(jnp.add, [strip * strip for strip in strips])
     width = len(strips) * len(strips[0])
     scale = lax.rsqrt(jnp.sum(squares) / width + eps)
-    weights = [plt.load(weight.at[at]) for at in _strips(weight)] if has_weight else strips
     return [
         weigh(strip * scale, own if has_weight else None, kind, dtype)
-        for strip, own in zip(strips, weights, strict=True)
+        for strip, own in zip(strips, weights if has_weight else strips, strict=True)
     ]
 
 
 def _row(plan: _Plan, x_ref: Any, parts_ref: Any, *refs: Any) -> None:
     """The program of a row."""
     rest = iter(refs)
-    post = next(rest) if plan.post and plan.post[0] else None
-    factor = next(rest) if plan.has_factor else None
-    weight = next(rest) if plan.norm and plan.norm[0] else None
+    post = _load(next(rest)) if plan.post and plan.post[0] else []
+    factor = next(rest)[0].astype(jnp.float32) if plan.has_factor else None
+    weight = _load(next(rest)) if plan.norm and plan.norm[0] else []
     out_ref, *normed_ref = rest
     dtype, wide = out_ref.dtype, jnp.float32
+    before = _load(x_ref)
 
     def total(at: Any) -> Array:
         parts = np.arange(parts_ref.shape[0], dtype=np.int32)
@@ -105,11 +116,11 @@ def _row(plan: _Plan, x_ref: Any, parts_ref: Any, *refs: Any) -> None:
     if plan.post is not None:
         added = _normed([one.astype(wide) for one in added], plan.post, post, dtype)
     stream = [
-        (plt.load(x_ref.at[at]).astype(wide) + one.astype(wide)).astype(dtype)
-        for at, one in zip(strips, added, strict=True)
+        (one.astype(wide) + more.astype(wide)).astype(dtype)
+        for one, more in zip(before, added, strict=True)
     ]
     if factor is not None:
-        stream = [(one.astype(wide) * factor[0].astype(wide)).astype(dtype) for one in stream]
+        stream = [(one.astype(wide) * factor).astype(dtype) for one in stream]
     for at, one in zip(strips, stream, strict=True):
         plt.store(out_ref.at[at], one)
     if plan.norm is not None:
@@ -126,9 +137,11 @@ def residual_norm(
     post: Norm | None = None,
     factor: Float[Array, " 1"] | None = None,
     interpret: bool = False,
-    warps: int = WARPS,
+    warps: int | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
     """`pallas_kernels.residual_norm`; `warps` share a row."""
+    if warps is None:
+        warps = FEW_ROWS_WARPS if len(x) <= PROCESSORS else WARPS
     R, D = x.shape
     plan = _Plan(
         post=_static(post),
