@@ -60,6 +60,7 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
     """Tiles that neither spill registers nor exceed shared memory on an H200."""
     B, T, N, H = q.shape
     K, S = cache.shape[1:3]
+    context = S if window is None else min(S, window)
     if q.dtype.itemsize == 4:
         # fp32 products use no tensor cores: small tiles, or registers spill.
         rows, keys, warps, stages = LEAST, LEAST, 4, 1
@@ -69,10 +70,12 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
             # Of wide heads 32 rows spill (144 bytes a thread at width 256, 1188 at 512), 64 do not.
             rows = 64
         keys = 64 if H <= 256 else 32
-        warps = 8 if H > 256 else 4
+        if B * K * pl.cdiv(T * (N // K), rows) * pl.cdiv(context, keys) <= PROCESSORS // 4:
+            # Most processors would stay idle: keys are read more than once then, from the cache.
+            rows = LEAST
+        warps = 8 if H > 256 and rows > LEAST else 4
         stages = 3 if H <= 128 else 2
     programs = B * K * pl.cdiv(T * (N // K), rows)
-    context = S if window is None else min(S, window)
     # Programs with many query rows fill a processor, two with few share one.
     room = PROCESSORS if rows > LEAST else 2 * PROCESSORS
     tiles = pl.cdiv(context, keys)
