@@ -64,7 +64,7 @@ def own_token_tile(rows: int, heads: int, value_width: int) -> tuple[int, int]:
     and its warps. Where programs outnumber processors small ones run side by side: some load while
     others compute."""
     if rows * heads <= PROCESSORS:
-        return value_width, 8
+        return min(64, value_width), 8
     return min(64, value_width), 4
 
 
