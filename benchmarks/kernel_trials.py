@@ -74,7 +74,7 @@ def attention_trials(case: attention_cases.Case, arguments: Time, batch: int) ->
     runs = {"reference": functools.partial(block_attention, **case.options)}
     for tile in _attention_tiles(case, q, layers[0][1]) if arguments.tiles else [None]:
         name = "own choice" if tile is None else str(dataclasses.astuple(tile))
-        runs[name] = functools.partial(attention_gpu.block_attention, **case.options, tile=tile)
+        runs[name] = functools.partial(case.kernel, tile=tile)
     for name, run in runs.items():
 
         def loop(steps: Any, q: Any, layers: Any, run: Any = run) -> Any:

@@ -67,6 +67,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     drafter.check_fit(target.config)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)
+        drafter = dataclasses.replace(drafter, kernels=config.kernels)
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     rows, held_out = prepare(plain, target_params, encoder, config)
 
