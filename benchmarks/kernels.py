@@ -75,7 +75,7 @@ def parity(arguments: Parity) -> bool:
     good = True
     for dtype, allowed in ALLOWED.items():
         for case in heads_cases.SERVED:
-            heads = functools.partial(attention_heads, **case.options)
+            heads = functools.partial(attention_heads, dtype=jnp.dtype(dtype), **case.options)
             inputs = case.arguments(dtype, arguments.seed)
             # XLA would skip roundings between operations that it joins.
             exact = jax.jit(heads, compiler_options={"xla_allow_excess_precision": False})
