@@ -72,7 +72,7 @@ def test_what_cannot_be_done_is_said():
     given: dict[str, Any] = case.arguments(jnp.float32, 0) | {"dtype": jnp.float32}
     with pytest.raises(KernelError, match="cpu"):
         attention_heads(**given, **case.options, kernels="gpu")
-    narrow = given | {"q_norm": None, "k_norm": None}
+    narrow: dict[str, Any] = given | {"q_norm": None, "k_norm": None}
     with pytest.raises(KernelError, match="width 24"):
         attention_heads(**narrow, head_dim=24, kernels="interpret")
     mixed: dict[str, Any] = CASES["qwen35"].arguments(jnp.float32, 0) | {"dtype": jnp.bfloat16}
