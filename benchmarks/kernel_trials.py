@@ -16,7 +16,7 @@ from pallas_kernels import attention_heads, block_attention, gated_delta_step, r
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.attention_heads import splits as parts_of_heads
 from pallas_kernels.block_attention import cases as attention_cases
-from pallas_kernels.block_attention import gpu as attention_gpu
+from pallas_kernels.block_attention import gpu_tile as attention_tile
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_delta import gpu as delta_gpu
 from pallas_kernels.parts import number_of_parts
@@ -51,13 +51,13 @@ class Trial:
 
 
 def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any]:
-    own = attention_gpu._tile(q, cache, case.window)  # noqa: SLF001
+    own = attention_tile.own_tile(q, cache, case.window)
     changes: list[dict[str, int]] = [{}]
     halves = (own.splits // 2, own.splits * 2)
     changes += [{"splits": splits} for splits in halves if 1 <= splits <= 64]
     changes += [{"warps": warps} for warps in (own.warps // 2, own.warps * 2)]
     changes += [{"stages": own.stages + 1}, {"keys": own.keys // 2, "stages": own.stages + 1}]
-    changes += [{"rows": rows, "splits": own.splits} for rows in (16, 64) if rows != own.rows]
+    changes += [{"rows": rows} for rows in (16, 64) if rows != own.rows]
     changes += [{"rows": 16, "splits": own.splits // 2}] if own.rows > 16 and own.splits > 1 else []
     return [dataclasses.replace(own, **change) for change in changes]
 
@@ -143,7 +143,12 @@ def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Tr
                 x, made = carry
                 after = []
                 for layer, weight, (k, v) in zip(layers, weights, made, strict=True):
-                    product = product_parts(x.reshape(-1, width), weight, number[kernels])
+                    rows = x.reshape(-1, width)
+                    product = (
+                        product_parts(rows, weight, number[kernels])
+                        if number[kernels] > 1
+                        else dot_general(rows, weight, (((1,), (0,)), ((), ())))[None]
+                    )
                     parts = jnp.split(product, np.cumsum(sizes)[:-1], axis=-1)
                     given = layer | dict(zip("qkv", parts, strict=False), angles=angles)
                     if case.S:

@@ -480,10 +480,16 @@ class TrainConfig:
                 f"optimiser.batch is {self.optimiser.batch}, it must be a multiple of the "
                 f"{self.mesh.devices} devices of mesh"
             )
-        if self.kernels != "reference" and self.mesh.devices > 1:
+        named = self.kernels in ("gpu", "interpret")
+        if named and self.mesh.devices > 1:
             raise ConfigError(
                 f"kernels is {self.kernels} and mesh has {self.mesh.devices} devices, but a kernel "
-                "is one device's; use kernels reference"
+                "is one device's; use kernels auto or reference"
+            )
+        if named and isinstance(self.draft, Eagle3Shape):
+            raise ConfigError(
+                f"kernels is {self.kernels} and draft.kind is eagle3, whose trees no kernel takes; "
+                "use kernels auto or reference"
             )
         if self.objective.anchors > self.row_length:
             raise ConfigError(

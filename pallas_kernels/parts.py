@@ -33,6 +33,15 @@ def number_of_parts(rows: int, width_in: int, width_out: int) -> int:
     return parts
 
 
+def check_rows(parts: Float[Array, "S P N"], rows: int, op: str) -> None:
+    """
+    Raises:
+        ValueError: a product has fewer rows than `op` reads of it.
+    """
+    if parts.shape[1] < rows:
+        raise ValueError(f"{op}: a product of {parts.shape[1]} rows is short of the {rows} needed")
+
+
 def whole(parts: Float[Array, "S P N"], rows: int, dtype: DTypeLike) -> Float[Array, "R N"]:
     """The product of its parts, rounded once; rows beyond the first `rows` are cut off."""
     if len(parts) == 1:

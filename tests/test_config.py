@@ -280,6 +280,13 @@ def test_kernels_train_on_one_device(tmp_path):
     assert train_config(tmp_path, text).kernels == "gpu"
     with pytest.raises(ConfigError, match="kernels is gpu and mesh has 2 devices"):
         train_config(tmp_path, text + "mesh: {data: 2}\n")
+    auto = text.replace("gpu", "auto") + "mesh: {data: 2}\n"
+    assert train_config(tmp_path, auto).kernels == "auto"
+    head = "{kind: eagle3, intermediate_size: 8, num_attention_heads: 2, num_key_value_heads: 1"
+    start, end = text.index("draft:"), text.index("data:")
+    trees = f"{text[:start]}draft: {head}, head_dim: 16}}\n{text[end:]}"
+    with pytest.raises(ConfigError, match=r"kernels is gpu and draft\.kind is eagle3"):
+        train_config(tmp_path, trees)
 
 
 def test_serve_config_can_be_built_from_values_as_well():

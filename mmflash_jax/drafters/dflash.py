@@ -278,7 +278,8 @@ class DFlash:
 
         `first[:, a]` is where the block's document begins in a packed row. Its positions need not
         restart there: the rotation turns queries and keys by plain token indices, so a score
-        depends on their difference alone, and a shift of a whole document changes none.
+        depends on their difference alone, and a shift of a whole document changes none. `trained`:
+        all but attention takes the reference, which has gradients.
         """
         B, A, T = ids.shape
         x = heads.embed(ids.reshape(B, A * T)).reshape(B, A, T, -1)
@@ -309,7 +310,7 @@ class DFlash:
     @property
     def score_rows(self) -> int:
         """Query rows of a block whose scores exist at once, heads and layers counted: none with the
-        kernel, which keeps them to itself."""
+        kernel, which keeps them to itself. With "auto" it may be the reference, so they count."""
         if self.kernels in ("gpu", "interpret"):
             return 0
         c = self.config

@@ -20,12 +20,12 @@ from mmflash_jax.weights.hf_config import ConfigError
 # Orbax reports every step of its work as information.
 logging.getLogger("absl").setLevel(logging.WARNING)
 
-# What may differ in a run that goes on: where and how often it writes, the devices it runs on (the
-# same computation, rounded differently), where features come from, and what happens after the last
-# step.
+# What may differ in a run that goes on: where and how often it writes, the devices and kernels it
+# runs on (the same computation, rounded differently), where features come from, and what happens
+# after the last step.
 MAY_CHANGE = (
-    "output", "log_every", "save_every", "keep", "tensorboard", "mesh", "features", "eval_prompts",
-    "eval_every",
+    "output", "log_every", "save_every", "keep", "tensorboard", "mesh", "kernels", "features",
+    "eval_prompts", "eval_every",
 )  # fmt: skip
 
 

@@ -43,6 +43,8 @@ from mmflash_jax.training.processes import first_then_others, wait_for_all
 from mmflash_jax.training.prompts import Prompts, places_of
 from mmflash_jax.training.visual_kl import visual_weights
 from mmflash_jax.weights.hf_config import ConfigError, read_json
+from pallas_kernels import Kernels
+from pallas_kernels.block_attention import gradient_obstacle
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +62,15 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     # Before anything that takes time: settings that differ from those of the checkpoint.
     checkpoints = Checkpoints(config, dtype)
     folder, _ = pair(config.target, "none")
-    target, target_params = load_target(folder, dtype, kernels=config.kernels)
+    kernels = config.kernels if config.mesh.devices == 1 else "reference"
+    target, target_params = load_target(folder, dtype, kernels=kernels)
     encoder = PromptEncoder.from_checkpoint(folder, target)
     # A draft that does not fit costs no time either.
     drafter = new_drafter(config.draft, folder, target, encoder)
     drafter.check_fit(target.config)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)
-        drafter = dataclasses.replace(drafter, kernels=config.kernels)
+        drafter = _with_kernels(drafter, kernels)
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     rows, held_out = prepare(plain, target_params, encoder, config)
 
@@ -89,12 +92,29 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
         # What ships: the exported folder, read as a server reads it.
         tokens = None if isinstance(config.draft, DraftShape) else config.draft.draft_tokens
         served, served_params = load_drafter(
-            config.output / "draft", target, dtype, kernels=config.kernels, draft_tokens=tokens
+            config.output / "draft", target, dtype, kernels=kernels, draft_tokens=tokens
         )
         figures = evaluation.run(served, served_params, config.output / "evaluation.json")
         plot_run(config.output, figures)
     wait_for_all()
     return figures
+
+
+def _with_kernels(drafter: DFlash, kernels: Kernels) -> DFlash:
+    """The draft with kernels for its attention, if that has a gradient.
+
+    Raises:
+        ConfigError: it has none, and kernels were asked for by name.
+    """
+    shape = drafter.config
+    rows = shape.block_size * (shape.num_attention_heads // shape.num_key_value_heads)
+    obstacle = gradient_obstacle(rows, shape.head_dim)
+    if obstacle is not None and kernels != "reference":
+        if kernels != "auto":
+            raise ConfigError(f"kernels is {kernels}, but {obstacle}; use auto or reference")
+        log.warning("the draft's attention is trained without kernels: %s", obstacle)
+        kernels = "reference"
+    return dataclasses.replace(drafter, kernels=kernels)
 
 
 def _forget(config: TrainConfig) -> None:

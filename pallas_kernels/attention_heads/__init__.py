@@ -11,7 +11,7 @@ from pallas_kernels.attention_heads import gpu, reference
 from pallas_kernels.attention_heads.reference import HeadRows, Slots, apply_rotary, write_rows
 from pallas_kernels.choose import Kernels, implementation
 from pallas_kernels.norm import Norm
-from pallas_kernels.parts import number_of_parts
+from pallas_kernels.parts import check_rows, number_of_parts
 
 __all__ = ["HeadRows", "Slots", "apply_rotary", "attention_heads", "splits", "write_rows"]
 
@@ -65,13 +65,17 @@ def attention_heads(
     gradient: training takes the reference.
 
     Raises:
-        ValueError: nothing to do, keys without values, or a cache without keys and values.
+        ValueError: nothing to do, keys without values, a cache without keys and values, or a
+            projection of too few rows.
         KernelError: `kernels` names a kernel that cannot run here.
     """
     if (k is None) != (v is None) or (q is None and k is None):
         raise ValueError("attention heads need queries, or keys and values, or all three")
     if slots is not None and k is None:
         raise ValueError("there are no keys and values to write to the cache")
+    for x in (q, k, v):
+        if x is not None:
+            check_rows(x, angles.shape[0] * angles.shape[1], "attention_heads")
     chosen = _chosen(head_dim, dtype, slots, kernels)
     if chosen == "reference":
         return reference.attention_heads(

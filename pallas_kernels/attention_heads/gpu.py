@@ -101,11 +101,11 @@ def _head(
 
     def load(place: Array) -> Array:
         columns, mask = (column + place)[None, :], _wide(real, shape)
-        parts = [
-            plt.load(product.at[part, row, columns], mask=mask, other=0.0)
-            for part in np.arange(product.shape[0], dtype=np.int32)
+        shares = [
+            plt.load(product.at[share, row, columns], mask=mask, other=0.0).astype(jnp.float32)
+            for share in np.arange(product.shape[0], dtype=np.int32)
         ]
-        return functools.reduce(jnp.add, parts).astype(sizes.dtype)
+        return functools.reduce(jnp.add, shares).astype(sizes.dtype)
 
     x, weight_ref = load(place), inputs.get(f"{part.name}_weight")
     factor = jnp.ones((sizes.rows,), jnp.float32)

@@ -1,17 +1,18 @@
 """Attention of a block of new tokens to a cached context and to the block itself.
 
 One operation serves drafting (both directions inside the block), verification and chunked
-prefill (causal inside the block) and draft training (many blocks over one context, by `vmap`).
+prefill (causal inside the block) and draft training (many blocks over one context).
 """
 
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention import gpu, gradient, reference
+from pallas_kernels.block_attention.gpu_backward import obstacle as gradient_obstacle
 from pallas_kernels.block_attention.gpu_rows import rule_of
 from pallas_kernels.choose import Kernels, implementation
 from pallas_kernels.tree import TREE
 
-__all__ = ["block_attention"]
+__all__ = ["block_attention", "gradient_obstacle"]
 
 
 def block_attention(
@@ -52,13 +53,13 @@ def block_attention(
     may be written to it and then rejected: see `layers.cache.write_rows`.
 
     Softmax runs in fp32; the products of fp32 inputs run at the highest precision. The kernel has a
-    gradient too, but not over a ring and not for blocks of more query rows than
-    `gpu_backward.MOST_ROWS`.
+    gradient too, unless there is a `gradient_obstacle`.
 
     Raises:
         ValueError: a ring without a window, a tree that is not `causal`, or a number of blocks that
             the contexts do not divide.
-        KernelError: `kernels` names a kernel that cannot run here.
+        KernelError: `kernels` names a kernel that cannot run here; on differentiation, that it has
+            no gradient.
     """
     if ring and window is None:
         raise ValueError("a ring cache forgets old positions, so it needs a window")

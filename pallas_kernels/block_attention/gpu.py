@@ -9,7 +9,6 @@ fp32. Reading follows the length of each row, not the capacity of the cache.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -32,22 +31,10 @@ from pallas_kernels.block_attention.gpu_rows import (
     seen_context,
     wide,
 )
-from pallas_kernels.choose import PROCESSORS
+from pallas_kernels.block_attention.gpu_tile import Tile, own_tile
 
 # Finite, so that a split without keys never produces NaN through inf - inf.
 NOTHING = -1e30
-MOST_SPLITS = 64
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Work of a program: query rows, keys at a time, programs that share a context."""
-
-    rows: int
-    keys: int
-    splits: int
-    warps: int
-    stages: int
 
 
 def obstacle(q: Array, cache: Array, ring: bool) -> str | None:
@@ -57,41 +44,10 @@ def obstacle(q: Array, cache: Array, ring: bool) -> str | None:
         return f"head width {width} is no power of two from {LEAST} on"
     if q.dtype != cache.dtype:
         return f"queries are {q.dtype}, the cache is {cache.dtype}"
-    keys = _tile(q, cache, None).keys
+    keys = own_tile(q, cache, None).keys
     if ring and cache.shape[2] < keys:
         return f"a ring of {cache.shape[2]} slots is smaller than a tile of {keys} keys"
     return None
-
-
-def _tile(q: Array, cache: Array, window: int | None) -> Tile:
-    """Tiles that neither spill registers nor exceed shared memory on an H200."""
-    B, T, N, H = q.shape
-    K, S = cache.shape[1:3]
-    context = S if window is None else min(S, window)
-    if q.dtype.itemsize == 4:
-        # fp32 products use no tensor cores: small tiles, or registers spill.
-        rows, keys, warps, stages = LEAST, LEAST, 4, 1
-    else:
-        rows = min(max(LEAST, power_of_two(T * (N // K))), 64)
-        if rows > LEAST and H > 128:
-            # Of wide heads 32 rows spill (144 bytes a thread at width 256, 1188 at 512), 64 do not.
-            rows = 64
-        keys = 64 if H <= 256 else 32
-        if B * K * pl.cdiv(T * (N // K), rows) * pl.cdiv(context, keys) <= PROCESSORS // 4:
-            # Most processors would stay idle: keys are read more than once then, from the cache.
-            rows = LEAST
-        warps = 8 if H > 256 and rows > LEAST else 4
-        stages = 3 if H <= 128 else 2
-    programs = B * K * pl.cdiv(T * (N // K), rows)
-    # Programs with many query rows fill a processor, two with few share one.
-    room = PROCESSORS if rows > LEAST else 2 * PROCESSORS
-    tiles = pl.cdiv(context, keys)
-    wanted = min(room // programs, tiles, MOST_SPLITS)
-    splits = 1 << (max(wanted, 1).bit_length() - 1)
-    if splits == tiles and 2 * splits <= min(room // programs, LEAST):
-        # One more for the block's own keys.
-        splits *= 2
-    return Tile(rows=rows, keys=keys, splits=splits, warps=warps, stages=stages)
 
 
 Carry = tuple[Array, Array, Array]
@@ -223,7 +179,7 @@ def block_attention(
 ) -> Float[Array, "R T N H"]:
     """`pallas_kernels.block_attention` of its `arguments`; `tile` replaces the choice of sizes."""
     q, cache, *_, v_block, _ = arguments
-    tile = tile or _tile(q, cache, rule.window)
+    tile = tile or own_tile(q, cache, rule.window)
     parts = _launch(rule, tile, arguments, first, interpret=interpret)
     out = parts[0] if tile.splits == 1 else _merged(rule, tile, parts, v_block.dtype, interpret)
     return out.reshape(q.shape)
@@ -234,7 +190,7 @@ def attend_with_sums(
 ) -> tuple[Float[Array, "R T K G H"], Float[Array, "R K rows"]]:
     """Outputs, and the logarithms (of two) of the softmax's sums."""
     q, cache = arguments[:2]
-    tile = dataclasses.replace(_tile(q, cache, rule.window), splits=1)
+    tile = dataclasses.replace(own_tile(q, cache, rule.window), splits=1)
     out, lse = _launch(rule, tile, arguments, first, interpret=interpret, with_lse=True)
     return out, lse
 

@@ -31,18 +31,20 @@ from pallas_kernels.block_attention.gpu_rows import (
     wide,
 )
 
-# Query rows of a block (tokens times query heads of a group) that one program can hold.
-MOST_ROWS = 128
+# Query rows of a block (tokens times query heads of a group) and width of a head that one program
+# can hold.
+MOST_ROWS, MOST_WIDTH = 128, 128
 KEYS = 64
 
 
-def obstacle(q: Array, cache: Array, ring: bool) -> str | None:
-    """Why there is no gradient of an operation with these arguments."""
-    rows = q.shape[1] * (q.shape[2] // cache.shape[1])
+def obstacle(rows: int, width: int, ring: bool = False) -> str | None:
+    """Why blocks of `rows` query rows for each key head have no gradient."""
     if ring:
         return "a ring has forgotten what earlier blocks read"
     if rows > MOST_ROWS:
         return f"a block has {rows} query rows a key head, more than {MOST_ROWS}"
+    if width > MOST_WIDTH:
+        return f"heads are {width} wide, more than {MOST_WIDTH}"
     return None
 
 
@@ -131,7 +133,8 @@ def _of_context(rule: Rule, rows: int, keys: int, blocks: int, length_ref: Any, 
             seen = seen_context(rule, known, position, t, length) & real[:, None]
             turned = dot(k, q.T) * rule.scale - lse[None, :]
             weights = jnp.where(seen.T, jnp.exp2(turned), 0.0)
-            ds = weights * (dot(v, d_out.T) - delta[None, :])
+            # Zero in every slot that is not seen, whatever stands there.
+            ds = jnp.where(seen.T, weights * (dot(v, d_out.T) - delta[None, :]), 0.0)
             dv += dot(weights.astype(v.dtype), d_out)
             return dk + dot(ds.astype(k.dtype), q), dv
 
@@ -152,7 +155,7 @@ def gradients(
     """Of q, both caches and both own sides, each in its dtype.
 
     `arguments` as the operation takes them, `out` `[R, T, K, G, H]` and `lse` `[R, K, rows]` as
-    `gpu.launch` gives them, `d_out` `[R, T, N, H]`.
+    `gpu.attend_with_sums` gives them, `d_out` `[R, T, N, H]`.
     """
     q, k_cache, v_cache, k_block, v_block, length = arguments
     R, T, _, H = q.shape

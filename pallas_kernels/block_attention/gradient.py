@@ -30,8 +30,8 @@ def _forward(static: Static, arguments: Arguments, first: Array | None) -> tuple
         KernelError: there is no gradient for these arguments.
     """
     rule, interpret = static
-    q, cache = arguments[:2]
-    if (obstacle := gpu_backward.obstacle(q, cache, rule.ring)) is not None:
+    q = arguments[0]
+    if (obstacle := gpu_backward.obstacle(rule.T * rule.G, q.shape[-1], rule.ring)) is not None:
         raise KernelError(f"block_attention has no gradient here: {obstacle}; use reference")
     out, lse = gpu.attend_with_sums(rule, arguments, first, interpret=interpret)
     return out.reshape(q.shape), (arguments, first, out, lse)

@@ -63,9 +63,7 @@ def own_token_tile(rows: int, heads: int, value_width: int) -> tuple[int, int]:
     """For a token after a token: columns of the state that a program has in registers at a time,
     and its warps. Where programs outnumber processors small ones run side by side: some load while
     others compute."""
-    if rows * heads <= PROCESSORS:
-        return min(64, value_width), 8
-    return min(64, value_width), 4
+    return min(64, value_width), 8 if rows * heads <= PROCESSORS else 4
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choose import Kernels, implementation
 from pallas_kernels.norm import Norm
-from pallas_kernels.parts import number_of_parts
+from pallas_kernels.parts import check_rows, number_of_parts
 from pallas_kernels.residual_norm import gpu, reference
 
 __all__ = ["residual_norm", "splits"]
@@ -47,10 +47,12 @@ def residual_norm(
     The kernel has no gradient: training takes the reference.
 
     Raises:
+        ValueError: the product has too few rows.
         KernelError: `kernels` names a kernel that cannot run here.
     """
     chosen = _chosen(x.shape[-1], x.dtype, kernels)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    check_rows(parts, len(rows), "residual_norm")
     if chosen == "reference":
         made = reference.residual_norm(rows, parts, norm, post=post, factor=factor)
     else:

@@ -85,6 +85,8 @@ def test_what_cannot_be_done_is_said():
     }
     with pytest.raises(ValueError, match="to write"):
         attention_heads(**nowhere, **case.options)
+    with pytest.raises(ValueError, match="16 rows is short of the 32 needed"):
+        attention_heads(**(given | {name: given[name][:, :16] for name in "qkv"}), **case.options)
     with pytest.raises(ValueError, match="need queries"):
         attention_heads(**(given | {"v": None}), **case.options)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import block_attention, write_rows
-from pallas_kernels.block_attention import gpu
+from pallas_kernels.block_attention import gpu_tile
 from tests.tolerances import LAYER, assert_close
 
 LENGTHS = np.array([0, 1, 13, 24])
@@ -151,6 +151,6 @@ def test_no_width_of_a_pass_takes_a_tile_whose_registers_spill(width, heads, kv_
     """Of wide heads that is one of 32 rows; a server verifies 1, 4, 8 or 16 tokens."""
     for tokens in (1, 2, 4, 8, 16):
         q = jnp.zeros((1, tokens, heads, width), jnp.bfloat16)
-        cache = jnp.zeros((1, kv_heads, 64, width), jnp.bfloat16)
-        rows = gpu._tile(q, cache, None).rows
+        cache = jnp.zeros((1, kv_heads, 4096, width), jnp.bfloat16)
+        rows = gpu_tile.own_tile(q, cache, None).rows
         assert rows == (16 if tokens * heads // kv_heads <= 16 else 64), tokens

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KernelError, block_attention
-from pallas_kernels.block_attention import gpu
+from pallas_kernels.block_attention import gpu_tile
 from pallas_kernels.block_attention.cases import SMALL, Case
 from tests.kernels import quick_jit
 from tests.tolerances import KERNEL_BF16, LAYER, assert_close
@@ -16,9 +16,9 @@ from tests.tolerances import KERNEL_BF16, LAYER, assert_close
 # Every branch of the masks with the kernel's own sizes, four splits of the context here.
 OWN = [(case.name, None) for case in SMALL]
 # One split writes its result at once, without a merge; blocks longer than a tile loop over it.
-ONE = gpu.Tile(rows=16, keys=16, splits=1, warps=4, stages=1)
+ONE = gpu_tile.Tile(rows=16, keys=16, splits=1, warps=4, stages=1)
 # More splits than tiles of context, so some are empty; query rows that are no tokens.
-MANY = gpu.Tile(rows=32, keys=16, splits=8, warps=4, stages=1)
+MANY = gpu_tile.Tile(rows=32, keys=16, splits=8, warps=4, stages=1)
 TILED = [(name, ONE) for name in ("draft", "chunk_ring")]
 TILED += [(name, MANY) for name in ("one_token", "documents", "chunk_window")]
 CASES = {case.name: case for case in SMALL}
@@ -78,6 +78,8 @@ def test_gradients_are_those_of_the_reference(name, dtype):
     """Of queries, contexts and own sides; slots that no block reads get none."""
     case = CASES[name]
     arguments = case.arguments(dtype, 5, 0.0)
+    # What no block reads may be anything; the reference would let NaN through.
+    unused = case.arguments(dtype, 5, np.nan)
     weights = np.random.default_rng(6).standard_normal(arguments[0].shape, np.float32)
 
     def loss(kernels, q, k_cache, v_cache, k, v):
@@ -86,11 +88,12 @@ def test_gradients_are_those_of_the_reference(name, dtype):
         )
         return (out.astype(jnp.float32) * weights).sum()
 
-    def gradient(kernels):
+    def gradient(kernels, given):
         made = quick_jit(jax.grad(functools.partial(loss, kernels), argnums=range(5)))
-        return made(*arguments[:-1])
+        return made(*given[:-1])
 
-    for got, wanted in zip(gradient("interpret"), gradient("reference"), strict=True):
+    pairs = zip(gradient("interpret", unused), gradient("reference", arguments), strict=True)
+    for got, wanted in pairs:
         assert got.dtype == wanted.dtype
         assert float(jnp.abs(wanted.astype(jnp.float32)).max()) > 0.01
         tolerance = LAYER if dtype == jnp.float32 else KERNEL_BF16
@@ -104,6 +107,23 @@ def test_what_has_no_gradient_says_so(name, why):
     run = functools.partial(block_attention, length=length, **case.options, kernels="interpret")
     with pytest.raises(KernelError, match=why):
         jax.grad(lambda *given: run(*given).sum())(*given)
+
+
+@pytest.mark.parametrize(
+    ("shape", "slots", "window", "wanted"),
+    [
+        # Rows, keys, splits, warps, stages; queries [R, T, N, H] over two key heads.
+        ((1, 1, 8, 512), 1600, None, gpu_tile.Tile(16, 32, 32, 4, 2)),
+        ((1, 1, 8, 256), 513, 512, gpu_tile.Tile(16, 64, 16, 4, 2)),
+        ((1, 16, 8, 256), 528, 512, gpu_tile.Tile(16, 64, 16, 4, 2)),
+        ((8, 16, 8, 256), 528, 512, gpu_tile.Tile(64, 64, 8, 4, 2)),
+        ((1, 16, 8, 512), 1600, None, gpu_tile.Tile(64, 32, 32, 8, 2)),
+    ],
+)
+def test_tiles_follow_the_work_there_is(shape, slots, window, wanted):
+    q = jnp.zeros(shape, jnp.bfloat16)
+    cache = jnp.zeros((shape[0], 2, slots, shape[-1]), jnp.bfloat16)
+    assert gpu_tile.own_tile(q, cache, window) == wanted
 
 
 def test_blocks_that_contexts_do_not_divide_are_counted():

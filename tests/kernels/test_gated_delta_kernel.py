@@ -1,5 +1,6 @@
 """The Pallas kernel of a gated delta step, interpreted, against the reference."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -46,6 +47,19 @@ def test_kernel_equals_reference(name, dtype):
             continue
         tolerance = LAYER if mine.dtype == jnp.float32 else KERNEL_BF16
         assert_close(mine.astype(jnp.float32), theirs.astype(jnp.float32), tolerance, name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_token_may_take_a_state_in_parts(dtype):
+    case = dataclasses.replace(CASES["one_token"], vd=32)
+    arguments = case.arguments(dtype, 4, 0.0)
+    step = functools.partial(
+        gpu.gated_delta_step, key_heads=case.key_heads, interpret=True, token_tile=(16, 1)
+    )
+    wanted = quick_jit(functools.partial(gated_delta_step, key_heads=case.key_heads))(*arguments)
+    for name, got, theirs in zip(RESULTS, quick_jit(step)(*arguments), wanted, strict=True):
+        tolerance = LAYER if got.dtype == jnp.float32 else KERNEL_BF16
+        assert_close(got.astype(jnp.float32), theirs.astype(jnp.float32), tolerance, name)
 
 
 @pytest.mark.parametrize("columns", [16, 32])
