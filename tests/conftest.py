@@ -43,10 +43,22 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return "tests/server" if file.startswith("tests/server/") else file
+            return scope_of(nodeid)
 
+    # Not by the number of tests, which says nothing about how long they take.
+    config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+def scope_of(nodeid: str) -> str:
+    file = nodeid.split("::")[0]
+    return "tests/server" if file.startswith("tests/server/") else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no process is left alone with it at the end."""
+    slow = {scope_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: scope_of(item.nodeid) not in slow | {"tests/server"})
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
