@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Models this small take far longer to compile than to run: most of it in LLVM's optimiser, in the
-# newer code generator of fusions (a switch that jax 0.11 no longer has) and in the work of splitting
-# a program among threads. With XLA_FLAGS=--xla_force_host_platform_device_count=4 the programs are
-# those that users run.
-_FLAGS = [
-    "--xla_force_host_platform_device_count=4",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",
-]
-if version("jaxlib").startswith("0.10."):
-    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(_FLAGS))
+# Models this small take far longer to compile than to run: most of it goes to LLVM's optimiser, to
+# the newer generator of fusions (jax 0.11 has no other) and to splitting a program among threads.
+# With XLA_FLAGS=--xla_force_host_platform_device_count=4 the programs are those that users run.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax

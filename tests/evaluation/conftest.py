@@ -1,7 +1,5 @@
 """A small random pair."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.drafts import random_draft, two_layer_target

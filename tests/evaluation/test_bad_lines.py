@@ -59,9 +59,14 @@ def test_bad_lines_are_reported_and_the_rest_is_answered(pictures, small_pair, c
     path.write_bytes(end.join(line for line, _ in LINES).encode())
     code = run(
         ServeConfig(
-            target=small_pair["target"], draft="none", plain=False, prompts=path, output=output,
-            max_length=256, max_tokens=5,
-        )  # fmt: skip
+            target=small_pair["target"],
+            draft="none",
+            plain=False,
+            prompts=path,
+            output=output,
+            max_length=256,
+            max_tokens=5,
+        )
     )
     assert code == 1
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

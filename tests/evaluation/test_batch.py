@@ -24,13 +24,14 @@ Tool = Callable[..., tuple[int, Rows, dict[str, Any]]]
 
 @pytest.fixture
 def tool(tmp_path: Path, small_pair: dict[str, str]) -> Tool:
-    """Run the tool, on the small pair unless told otherwise; returns its exit code, the answer rows and the report."""
+    """Run the tool, on the small pair unless told otherwise.
+
+    Returns its exit code, the answer rows and the report.
+    """
 
     def call(**options: Any) -> tuple[int, Rows, dict[str, Any]]:
         output, report = tmp_path / "answers.jsonl", tmp_path / "report.json"
-        config = ServeConfig(
-            **{**small_pair, "output": output, "report": report, **options}
-        )
+        config = ServeConfig(**{**small_pair, "output": output, "report": report, **options})
         code = run(config)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
         return code, rows, json.loads(report.read_text())
