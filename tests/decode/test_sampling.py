@@ -164,10 +164,8 @@ def test_a_request_draws_the_same_in_any_company(bench):
 
 def test_filters_that_leave_one_token_are_greedy(bench):
     """A07, with and without drafting; a batch of such rows alone: the last test of this file."""
-    one, tiny = (
-        SamplingSettings(seed=9, temperature=1.5, **fields)
-        for fields in ({"top_k": 1}, {"top_p": 1e-6})
-    )
+    one = SamplingSettings(seed=9, temperature=1.5, top_k=1)
+    tiny = SamplingSettings(seed=9, temperature=1.5, top_p=1e-6)
     prompts = bench.some(1, 2, sampling=one) + bench.some(1, 6, sampling=tiny)
     assert gather([prompt.sampling for prompt in prompts]) is not None
     wanted = [bench.plain[row] for row in (1, 2, 1, 6)]
