@@ -14,12 +14,13 @@ import numpy as np
 from mmflash_jax.layers.linear import dot_general, product_parts
 from pallas_kernels import attention_heads, block_attention, gated_delta_step, residual_norm
 from pallas_kernels.attention_heads import cases as heads_cases
+from pallas_kernels.attention_heads import splits as parts_of_heads
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu as attention_gpu
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_delta import gpu as delta_gpu
+from pallas_kernels.parts import number_of_parts
 from pallas_kernels.residual_norm import cases as norm_cases
-from pallas_kernels.residual_norm import gpu as norm_gpu
 
 LAYERS = 8
 """Of a loop: their caches do not fit the chip."""
@@ -74,7 +75,7 @@ def attention_trials(case: attention_cases.Case, arguments: Time, batch: int) ->
     runs = {"reference": functools.partial(block_attention, **case.options)}
     for tile in _attention_tiles(case, q, layers[0][1]) if arguments.tiles else [None]:
         name = "own choice" if tile is None else str(dataclasses.astuple(tile))
-        runs[name] = functools.partial(attention_gpu.block_attention, **case.options, tile=tile)
+        runs[name] = functools.partial(case.kernel, tile=tile)
     for name, run in runs.items():
 
         def loop(steps: Any, q: Any, layers: Any, run: Any = run) -> Any:
@@ -130,7 +131,11 @@ def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Tr
     rows = jnp.zeros((batch, case.T, case.K, case.H), jnp.bfloat16)
     made = [(layer["slots"].k, layer["slots"].v) if case.S else (rows, rows) for layer in layers]
     trials = []
-    for kernels in ("reference", "gpu"):
+    number = {
+        kernels: parts_of_heads(batch * case.T, width, sum(sizes), case.H, jnp.bfloat16, kernels)
+        for kernels in ("reference", "gpu")
+    }
+    for kernels in number:
 
         def loop(steps: Any, x: Any, made: Any, angles: Any, weights: Any, layers: Any,
                  kernels: Any = kernels) -> Any:  # fmt: skip
@@ -138,11 +143,12 @@ def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Tr
                 x, made = carry
                 after = []
                 for layer, weight, (k, v) in zip(layers, weights, made, strict=True):
-                    parts = jnp.split(x @ weight, np.cumsum(sizes)[:-1], axis=-1)
+                    product = product_parts(x.reshape(-1, width), weight, number[kernels])
+                    parts = jnp.split(product, np.cumsum(sizes)[:-1], axis=-1)
                     given = layer | dict(zip("qkv", parts, strict=False), angles=angles)
                     if case.S:
                         given["slots"] = dataclasses.replace(given["slots"], k=k, v=v)
-                    rows = attention_heads(**given, **case.options, kernels=kernels)
+                    rows = attention_heads(**given, dtype=x.dtype, **case.options, kernels=kernels)
                     x = rows.q.reshape(x.shape)
                     if case.S:
                         k, v = rows.k_cache, rows.v_cache
@@ -206,7 +212,7 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
     trials = []
     for rows in (batch, 16 * batch):
         x, inputs, layers = case.arguments("bfloat16", rows, LAYERS)
-        own = norm_gpu.splits(rows, case.width_in, case.width_out)
+        own = number_of_parts(rows, case.width_in, case.width_out)
         tried = sorted({1, 2, 4, 8, 16} if arguments.tiles else {own})
         for splits in (0, *(s for s in tried if case.width_in % (16 * s) == 0)):
 

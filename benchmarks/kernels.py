@@ -75,7 +75,7 @@ def parity(arguments: Parity) -> bool:
     good = True
     for dtype, allowed in ALLOWED.items():
         for case in heads_cases.SERVED:
-            heads = functools.partial(attention_heads, **case.options)
+            heads = functools.partial(attention_heads, dtype=jnp.dtype(dtype), **case.options)
             inputs = case.arguments(dtype, arguments.seed)
             # XLA would skip roundings between operations that it joins.
             exact = jax.jit(heads, compiler_options={"xla_allow_excess_precision": False})
@@ -93,9 +93,12 @@ def parity(arguments: Parity) -> bool:
             got = jax.jit(functools.partial(run, kernels="gpu"))(
                 *case.arguments(dtype, arguments.seed, np.nan)
             )
-            exact = (x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
-                     for x in case.arguments(dtype, arguments.seed, 0.0))  # fmt: skip
+            given = case.arguments(dtype, arguments.seed, 0.0)
+            exact = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in given]
             good &= _say(case.name, dtype, {"outputs": _error(got, jax.jit(run)(*exact))}, allowed)
+            if case.each > 1:
+                errors = _gradient_errors(run, given, exact)
+                good &= _say(f"{case.name}_gradient", dtype, errors, allowed)
         for case in delta_cases.SERVED:
             step = functools.partial(gated_delta_step, key_heads=case.key_heads)
             got = jax.jit(functools.partial(step, kernels="gpu"))(
@@ -118,6 +121,23 @@ def parity(arguments: Parity) -> bool:
             pairs = zip(("stream", "norm"), got, wanted, strict=True)
             good &= _say(case.name, dtype, {n: _error(a, b) for n, a, b in pairs}, allowed)
     return good
+
+
+def _gradient_errors(
+    run: Callable[..., Any], given: Sequence[Any], exact: Sequence[Any]
+) -> dict[str, float]:
+    """Of the gradients of a sum of squares: the kernel's of `given` arguments against the
+    reference's of `exact` ones."""
+
+    def gradients(arguments: Sequence[Any], **options: Any) -> tuple[Any, ...]:
+        def loss(*sides: Any) -> Any:
+            return jnp.square(run(*sides, arguments[-1], **options).astype(jnp.float32)).sum()
+
+        return jax.jit(jax.grad(loss, argnums=tuple(range(5))))(*arguments[:-1])
+
+    names = ("q", "k_context", "v_context", "k", "v")
+    pairs = zip(names, gradients(given, kernels="gpu"), gradients(exact), strict=True)
+    return {name: _error(ours, theirs) for name, ours, theirs in pairs}
 
 
 def _say(name: str, dtype: str, errors: dict[str, float], allowed: float) -> bool:
@@ -158,7 +178,7 @@ def measure(arguments: Time) -> list[dict[str, Any]]:
         for cases, make in makers:
             for case in cases:
                 wanted = arguments.only in case.name
-                untimed = ("prefill", "like_keys", "context")
+                untimed = ("prefill", "like_keys", "context", "training")
                 if not wanted or any(part in case.name for part in untimed):
                     continue
                 trials = make(case, arguments, batch)

@@ -39,6 +39,7 @@ from mmflash_jax.training.step import (
     train_step,
 )
 from mmflash_jax.training.trainer import media_features
+from pallas_kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Arguments:
     anchors: int = 512
     chunk: int | None = None
     loss: Literal["ce", "kl"] = "ce"
+    kernels: Kernels = "reference"
+    """Of the draft's attention."""
     steps: int = 5
     """Timed steps; the median counts."""
     report: Path | None = None
@@ -64,6 +67,7 @@ def main(arguments: Arguments) -> None:
     target, target_params = load_target(arguments.folder / "target", default_dtype())
     drafter, _ = load_drafter(arguments.folder / "draft", target, default_dtype())
     assert isinstance(drafter, DFlash)
+    drafter = dataclasses.replace(drafter, kernels=arguments.kernels)
     plan = Plan(target, drafter, ())
     objective = ObjectiveConfig(
         anchors=arguments.anchors, loss=arguments.loss, chunk=arguments.chunk
@@ -76,6 +80,7 @@ def main(arguments: Arguments) -> None:
         "row_length": arguments.row_length,
         "anchors": arguments.anchors,
         "loss": arguments.loss,
+        "kernels": arguments.kernels,
         "matrix_tflops": matrix_rate() / 1e12,
         "runs": [],
     }

@@ -467,6 +467,10 @@ class TrainConfig:
     """Also write TensorBoard files. Default: if tensorboardX is installed."""
     dtype: Dtype = "auto"
     """Compute dtype; draft parameters and optimiser state are float32."""
+    kernels: Kernels = "reference"
+    """Implementation of the target's operations, and of a DFlash draft's attention with its
+    gradient. gpu: Pallas kernels, on one device; auto: they where they run, in bfloat16;
+    reference: plain XLA; interpret: the kernels in Pallas' interpreter, slowly."""
 
     def __post_init__(self) -> None:
         _positive(self, "row_length", "log_every", "save_every", "keep")
@@ -475,6 +479,11 @@ class TrainConfig:
             raise ConfigError(
                 f"optimiser.batch is {self.optimiser.batch}, it must be a multiple of the "
                 f"{self.mesh.devices} devices of mesh"
+            )
+        if self.kernels != "reference" and self.mesh.devices > 1:
+            raise ConfigError(
+                f"kernels is {self.kernels} and mesh has {self.mesh.devices} devices, but a kernel "
+                "is one device's; use kernels reference"
             )
         if self.objective.anchors > self.row_length:
             raise ConfigError(

@@ -275,6 +275,13 @@ def test_kernels_by_name_are_refused_over_several_devices(kernels):
         assert kept.kernels in ("auto", kernels)
 
 
+def test_kernels_train_on_one_device(tmp_path):
+    text = SMALLEST + "kernels: gpu\n"
+    assert train_config(tmp_path, text).kernels == "gpu"
+    with pytest.raises(ConfigError, match="kernels is gpu and mesh has 2 devices"):
+        train_config(tmp_path, text + "mesh: {data: 2}\n")
+
+
 def test_serve_config_can_be_built_from_values_as_well():
     config = build(ServeConfig, {"target": "x", "output": "o.jsonl", "thinking": None}, "")
     assert config == ServeConfig(target="x", output=Path("o.jsonl"))

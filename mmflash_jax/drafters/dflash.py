@@ -63,6 +63,7 @@ class DecoderLayer(nnx.Module):
         first: Int[Array, "B A"] | None,
         following: RMSNorm,
         kernels: Kernels,
+        attention_kernels: Kernels,
     ) -> tuple[Float[Array, "B A T D"], Float[Array, "B A T D"]]:
         """`A` blocks of each row over its one context; `R` is `B * A`.
 
@@ -71,19 +72,14 @@ class DecoderLayer(nnx.Module):
         attention = self.self_attn
         B, A, T, D = x.shape
         rows = attention.rows(normed.reshape(B * A, T, D), angles, kernels)
-        q, k, v = (part.reshape(B, A, *part.shape[1:]) for part in (rows.q, rows.k, rows.v))
-
-        def attend(q: Array, k: Array, v: Array, start: Array, first: Array | None) -> Array:
-            return block_attention(
-                q, k_context, v_context, k, v, start,
-                first=first,
-                scale=attention.head_dim**-0.5,
-                causal=self.layer.causal,
-                window=self.layer.window,
-                kernels=kernels,
-            )  # fmt: skip
-
-        mixed = jax.vmap(attend, in_axes=1, out_axes=1)(q, k, v, start, first)
+        mixed = block_attention(
+            rows.q, k_context, v_context, rows.k, rows.v, start.reshape(-1),
+            first=None if first is None else first.reshape(-1),
+            scale=attention.head_dim**-0.5,
+            causal=self.layer.causal,
+            window=self.layer.window,
+            kernels=attention_kernels,
+        )  # fmt: skip
         add = functools.partial(add_product, kernels=kernels)
         mixed = mixed.reshape(B, A, T, -1)
         x, normed = add(x, attention.o_proj, mixed, self.post_attention_layernorm)
@@ -133,15 +129,18 @@ class Model(nnx.Module):
         start: Int[Array, "B A"],
         first: Int[Array, "B A"] | None = None,
         kernels: Kernels = "reference",
+        attention_kernels: Kernels = "reference",
     ) -> Float[Array, "B A T D"]:
         """Hidden states of `A` blocks a row; block `a` sees context before `start[:, a]` only,
-        and from `first[:, a]` on if that is given."""
+        and from `first[:, a]` on if that is given. `kernels` are of all but attention."""
         B, A, T, _ = x.shape
         angles = self._angles(start.reshape(B * A, 1) + jnp.arange(T))
         norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
         normed = norms[0](x)
         for layer, k, v, following in zip(self.layers, state.k, state.v, norms[1:], strict=True):
-            x, normed = layer(x, normed, k, v, start, angles, first, following, kernels)
+            x, normed = layer(
+                x, normed, k, v, start, angles, first, following, kernels, attention_kernels
+            )
         return normed
 
 
@@ -163,7 +162,7 @@ class DFlash:
     config: Config
     dtype: str = "float32"
     kernels: Kernels = "reference"
-    """Of drafting; training needs gradients, which the kernels lack."""
+    """Of drafting, and of attention in training: the other kernels have no gradients."""
 
     ignored: ClassVar[tuple[str, ...]] = ()
 
@@ -272,6 +271,8 @@ class DFlash:
         start: Int[Array, "B A"],
         heads: Heads,
         first: Int[Array, "B A"] | None = None,
+        *,
+        trained: bool = False,
     ) -> Float[Array, "B A T D"]:
         """Hidden states of blocks of ids; block `a` of a row stands at `start[:, a]`.
 
@@ -282,7 +283,8 @@ class DFlash:
         B, A, T = ids.shape
         x = heads.embed(ids.reshape(B, A * T)).reshape(B, A, T, -1)
         x = (x * self.config.input_embedding_scale).astype(jnp.dtype(self.dtype))
-        return self.model(params).denoise(x, state, start, first, self.kernels)
+        others = "reference" if trained else self.kernels
+        return self.model(params).denoise(x, state, start, first, others, self.kernels)
 
     def block_inputs(
         self, anchor: Int[Array, "B A"], labels: Int[Array, "B A drafts"]
@@ -301,12 +303,15 @@ class DFlash:
         first: Int[Array, "B A"] | None = None,
     ) -> Float[Array, "B A drafts V"]:
         """fp32 logits of the drafts of blocks over a row's context, by the serving code."""
-        hidden = self.denoise(params, state, ids, anchors, heads, first)
+        hidden = self.denoise(params, state, ids, anchors, heads, first, trained=True)
         return self.logits(hidden[:, :, 1:], heads)
 
     @property
     def score_rows(self) -> int:
-        """Query rows of a block whose scores exist at once, heads and layers counted."""
+        """Query rows of a block whose scores exist at once, heads and layers counted: none with the
+        kernel, which keeps them to itself."""
+        if self.kernels in ("gpu", "interpret"):
+            return 0
         c = self.config
         return len(c.layers) * c.num_attention_heads * self.block
 

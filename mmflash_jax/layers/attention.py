@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmflash_jax.layers.linear import linear
+from mmflash_jax.layers.linear import linear, projected
 from mmflash_jax.layers.norm import RMSNorm
 from pallas_kernels import HeadRows, Kernels, Slots, attention_heads
 
@@ -70,7 +70,7 @@ class Attention(nnx.Module):
         kernels: Kernels = "reference",
     ) -> HeadRows:
         """Queries, keys and values."""
-        return self._rows(self.q_proj(x), x, angles, kernels=kernels)
+        return self._rows(projected(self.q_proj, x, 1), x, angles, kernels=kernels)
 
     def keys_values(
         self,
@@ -84,7 +84,8 @@ class Attention(nnx.Module):
 
     def _rows(self, q: Array | None, x: Array, angles: Array, **options: Any) -> HeadRows:
         return attention_heads(
-            q, self.k_proj(x), self.v_proj(x), angles, head_dim=self.head_dim,
+            q, projected(self.k_proj, x, 1), projected(self.v_proj, x, 1), angles, dtype=x.dtype,
+            head_dim=self.head_dim,
             q_norm=self.q_norm.norm if self.normed else None,
             k_norm=self.k_norm.norm if self.normed else None, **options,
         )  # fmt: skip

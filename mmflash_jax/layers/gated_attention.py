@@ -11,10 +11,12 @@ from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.attention import AttentionShape
 from mmflash_jax.layers.cache import AttentionCache, slots_of
-from mmflash_jax.layers.linear import linear
+from mmflash_jax.layers.linear import linear, projected
 from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.tree import BlockRows
 from pallas_kernels import Kernels, attention_heads, block_attention
+from pallas_kernels.attention_heads import splits
+from pallas_kernels.parts import whole
 
 
 class GatedAttention(nnx.Module):
@@ -61,9 +63,11 @@ class GatedAttention(nnx.Module):
         (`layers.cache.may_write_first`); without `count` all wait beside it.
         """
         B, T, _ = x.shape
-        q, k, v = self._apart(self.qkv_proj(x))
+        dtype, columns = x.dtype, self.qkv_proj.kernel.shape[-1]
+        number = splits(B * T, x.shape[-1], columns, self.head_dim, dtype, kernels)
+        q, k, v = self._apart(projected(self.qkv_proj, x, number))
         heads = attention_heads(
-            q, k, v, angles, head_dim=self.head_dim, gated=True,
+            q, k, v, angles, dtype=dtype, head_dim=self.head_dim, gated=True,
             q_norm=self.q_norm.norm, k_norm=self.k_norm.norm,
             slots=None if count is None else slots_of(cache, length, count), kernels=kernels,
         )  # fmt: skip
@@ -74,10 +78,11 @@ class GatedAttention(nnx.Module):
             kernels=kernels,
         )  # fmt: skip
         # Query and gate sit side by side inside each head, not in two halves of the projection.
-        gate = q.reshape(B, T, self.heads, 2, self.head_dim)[:, :, :, 1].reshape(B, T, -1)
+        gate = whole(q, B * T, dtype).reshape(B, T, self.heads, 2, self.head_dim)[:, :, :, 1]
+        gate = gate.reshape(B, T, -1)
         return mixed.reshape(B, T, -1) * jax.nn.sigmoid(gate), rows
 
-    def _apart(self, projected: Float[Array, "B T C"]) -> list[Array]:
+    def _apart(self, joined: Float[Array, "S P C"]) -> list[Array]:
         kv = self.kv_heads * self.head_dim
-        queries = projected.shape[-1] - 2 * kv
-        return jnp.split(projected, [queries, queries + kv], axis=-1)
+        queries = joined.shape[-1] - 2 * kv
+        return jnp.split(joined, [queries, queries + kv], axis=-1)

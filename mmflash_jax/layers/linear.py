@@ -43,11 +43,7 @@ def dot_general(
 def product_parts(
     x: Float[Array, "R K"], matrix: Float[Array, "K N"], parts: int
 ) -> Float[Array, "S P N"]:
-    """fp32 parts that sum to `x @ matrix`, each over its share of K; `at_least_two` rows.
-
-    Whoever takes them adds them up: where XLA splits a product by itself, it takes a launch for
-    that.
-    """
+    """fp32 parts that sum to `x @ matrix` (`pallas_kernels.parts`); `at_least_two` rows."""
     K, N = matrix.shape
     x = at_least_two(x)
     return lax.dot_general(
@@ -57,6 +53,19 @@ def product_parts(
         precision=matmul_precision(matrix.dtype),
         preferred_element_type=jnp.float32,
     )
+
+
+def projected(
+    projection: nnx.Linear, x: Float[Array, "*batch K"], parts: int
+) -> Float[Array, "S P N"]:
+    """A projection in `parts`, its rows those of all batch axes; with a bias it is in one.
+
+    A single row stays two: cutting the second off would be a launch.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if parts == 1 or projection.bias is not None:
+        return projection(at_least_two(rows))[None]
+    return product_parts(rows, projection.kernel[...], parts)
 
 
 def linear(

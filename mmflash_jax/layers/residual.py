@@ -5,7 +5,7 @@ import math
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmflash_jax.layers.linear import at_least_two, product_parts
+from mmflash_jax.layers.linear import projected
 from mmflash_jax.layers.norm import PlainNorm
 from pallas_kernels import Kernels, residual_norm
 from pallas_kernels.residual_norm import splits
@@ -31,15 +31,9 @@ def add_product(
     """
     rows, width = math.prod(x.shape[:-1]), x.shape[-1]
     number = splits(rows, inputs.shape[-1], width, x.dtype, kernels)
-    inputs = inputs.reshape(rows, -1)
-    if number == 1 or projection.bias is not None:
-        # A single row stays two: cutting the second off would be a launch.
-        parts = projection(at_least_two(inputs))[None]
-    else:
-        parts = product_parts(inputs, projection.kernel[...], number)
     return residual_norm(
         x,
-        parts,
+        projected(projection, inputs, number),
         None if norm is None else norm.norm,
         post=None if post is None else post.norm,
         factor=factor,

@@ -27,7 +27,7 @@ from mmflash_jax.layers.cache import (
     write_cache,
 )
 from mmflash_jax.layers.capture import join_captured
-from mmflash_jax.layers.linear import Embedding, linear
+from mmflash_jax.layers.linear import Embedding, linear, projected
 from mmflash_jax.layers.mlp import GeGLU, gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.residual import add_product
@@ -41,6 +41,7 @@ from mmflash_jax.towers.gemma4_vision import weight_rules as tower_rules
 from mmflash_jax.weights import TRANSPOSE, Rule, attention_projections, mlp_projections
 from mmflash_jax.weights.gemma4_layers import Rotary
 from pallas_kernels import Kernels, attention_heads, block_attention
+from pallas_kernels.attention_heads import splits
 
 
 @jax.tree_util.register_dataclass
@@ -101,15 +102,17 @@ class Attention(nnx.Module):
         """
         B, T, _ = x.shape
         window, inner = self.layer.window, self.heads * self.layer.head_dim
-        projected = self.qkv_proj(x)
+        columns, head_dim = self.qkv_proj.kernel.shape[-1], self.layer.head_dim
+        number = splits(B * T, x.shape[-1], columns, head_dim, x.dtype, kernels)
+        joined = projected(self.qkv_proj, x, number)
         heads = functools.partial(
-            attention_heads, projected[..., :inner], angles=angles, head_dim=self.layer.head_dim,
+            attention_heads, joined[..., :inner], angles=angles, dtype=x.dtype, head_dim=head_dim,
             q_norm=self.q_norm.norm, kernels=kernels,
         )  # fmt: skip
         ring = window is not None
         if isinstance(cache, AttentionCache):
             first = parents is None and may_write_first(cache.k.shape[2], T, window)
-            k, v = jnp.split(projected[..., inner:], 2, axis=-1)
+            k, v = jnp.split(joined[..., inner:], 2, axis=-1)
             made = heads(
                 k, v, k_norm=self.k_norm.norm, v_norm=self.v_norm.norm,
                 slots=slots_of(cache, length, count, ring=ring) if first else None,

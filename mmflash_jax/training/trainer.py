@@ -60,13 +60,14 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     # Before anything that takes time: settings that differ from those of the checkpoint.
     checkpoints = Checkpoints(config, dtype)
     folder, _ = pair(config.target, "none")
-    target, target_params = load_target(folder, dtype)
+    target, target_params = load_target(folder, dtype, kernels=config.kernels)
     encoder = PromptEncoder.from_checkpoint(folder, target)
     # A draft that does not fit costs no time either.
     drafter = new_drafter(config.draft, folder, target, encoder)
     drafter.check_fit(target.config)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)
+        drafter = dataclasses.replace(drafter, kernels=config.kernels)
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     rows, held_out = prepare(plain, target_params, encoder, config)
 
@@ -88,7 +89,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
         # What ships: the exported folder, read as a server reads it.
         tokens = None if isinstance(config.draft, DraftShape) else config.draft.draft_tokens
         served, served_params = load_drafter(
-            config.output / "draft", target, dtype, draft_tokens=tokens
+            config.output / "draft", target, dtype, kernels=config.kernels, draft_tokens=tokens
         )
         figures = evaluation.run(served, served_params, config.output / "evaluation.json")
         plot_run(config.output, figures)

@@ -26,6 +26,7 @@ class Case:
 
     starts, counts: of the rows; their number is B. N or K may be 0: no queries, or only queries.
     S: slots of the caches; 0 for none.
+    parts: of the projections, with a row that is not read.
     """
 
     name: str
@@ -40,10 +41,11 @@ class Case:
     S: int = 96
     gated: bool = False
     ring: bool = False
+    parts: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the operation that are no arrays."""
+        """Keyword arguments of the operation that are no arrays, but the dtype."""
         return {"head_dim": self.H, "gated": self.gated}
 
     def arguments(self, dtype: DTypeLike, seed: int) -> dict[str, Any]:
@@ -55,8 +57,17 @@ class Case:
         def normal(*shape: int) -> Array:
             return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
+        def projection(width: int) -> Array | None:
+            if not width:
+                return None
+            if self.parts == 1:
+                return normal(1, B * T, width)
+            made = rng.standard_normal((self.parts, B * T + 1, width), np.float32)
+            made[:, -1] = np.nan
+            return jnp.asarray(made)
+
         widths = {"q": self.N * H * (1 + self.gated), "k": self.K * H, "v": self.K * H}
-        given: dict[str, Any] = {n: normal(B, T, w) if w else None for n, w in widths.items()}
+        given: dict[str, Any] = {name: projection(width) for name, width in widths.items()}
         position = np.asarray(self.starts)[:, None] + np.arange(T)
         frequency = 1e4 ** -(np.arange(self.half) / self.half)
         given["angles"] = jnp.asarray(position[..., None] * frequency, jnp.float32)
@@ -80,11 +91,19 @@ class Case:
 SMALL = (
     Case(name="qwen35", starts=(0, 40, 88), counts=(16, 7, 16), norms="qwen35", gated=True, half=4),
     Case(name="gemma", starts=(0, 75, 1000), counts=(16, 5, 16), norms="gemma", ring=True, S=80),
-    Case(name="gemma_reader", starts=(0, 75), counts=(0, 0), norms="gemma", K=0, S=0),
+    Case(name="gemma_reader", starts=(0, 75), counts=(0, 0), norms="gemma", K=0, S=0, parts=2),
     Case(name="draft", starts=(3, 60), counts=(0, 0), norms="qwen3", S=0),
     Case(name="context", starts=(0, 60, 90), counts=(4, 0, 16), norms="qwen3", N=0),
     Case(name="llama", starts=(11,), counts=(16,), norms="none", N=6),
-    Case(name="one_token", starts=(0, 95, 96), counts=(1, 1, 1), norms="qwen35", T=1, gated=True),
+    Case(
+        name="one_token",
+        starts=(0, 95, 96),
+        counts=(1, 1, 1),
+        norms="qwen35",
+        T=1,
+        gated=True,
+        parts=2,
+    ),
     Case(name="chunk", starts=(0, 30), counts=(70, 33), norms="qwen3", T=70),
     # Longer than the ring: its last tokens stay.
     Case(name="chunk_ring", starts=(0, 500), counts=(70, 41), norms="gemma", T=70, S=40, ring=True),
@@ -98,17 +117,17 @@ SERVED = (
     Case(name="draft_context", starts=(1024, 4100), counts=(6, 16), norms="qwen3", N=0, K=8, H=128,
          half=64, S=4112),
     Case(name="qwen_verify", starts=(1024, 4100), counts=(16, 16), norms="qwen35", N=16, K=4, H=256,
-         half=32, S=4112, gated=True),
+         half=32, S=4112, gated=True, parts=2),
     Case(name="qwen_plain", starts=(1024, 4111), counts=(1, 0), norms="qwen35", N=16, K=4, H=256,
-         half=32, S=4112, T=1, gated=True),
+         half=32, S=4112, T=1, gated=True, parts=2),
     Case(name="gemma_sliding", starts=(1024, 3), counts=(16, 16), norms="gemma", N=8, K=2, H=256,
-         half=128, S=528, ring=True),
+         half=128, S=528, ring=True, parts=8),
     Case(name="gemma_full", starts=(1024, 4100), counts=(16, 16), norms="gemma", N=8, K=2, H=512,
          half=256, S=4112),
     Case(name="gemma_reader", starts=(1024, 4100), counts=(0, 0), norms="gemma", N=8, K=0, H=512,
-         half=256, S=0),
+         half=256, S=0, parts=4),
     Case(name="gemma_plain", starts=(1024, 600), counts=(1, 1), norms="gemma", N=8, K=2, H=256,
-         half=128, S=513, ring=True, T=1),
+         half=128, S=513, ring=True, T=1, parts=8),
     Case(name="qwen_prefill", starts=(1024, 0), counts=(512, 300), norms="qwen35", N=16, K=4, H=256,
          half=32, S=4112, T=512, gated=True),
 )  # fmt: skip

@@ -7,15 +7,17 @@ swapped, the second time from the first-level cache: so nothing is moved between
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention_heads.reference import HeadRows, Slots, turns
@@ -25,13 +27,13 @@ from pallas_kernels.norm import Norm, weigh
 SHARE = 1024
 
 
-def obstacle(projected: Sequence[Array], head_dim: int, slots: Slots | None) -> str | None:
+def obstacle(head_dim: int, dtype: DTypeLike, slots: Slots | None) -> str | None:
     """Why the kernel cannot take these arguments."""
     if head_dim & (head_dim - 1):
         return f"head width {head_dim} is no power of two"
-    dtypes = {jnp.dtype(x.dtype).name for x in (*projected, *_caches(slots))}
-    if len(dtypes) > 1:
-        return f"projections and caches are of several dtypes: {', '.join(sorted(dtypes))}"
+    for cache in _caches(slots):
+        if cache.dtype != dtype:
+            return f"heads are {jnp.dtype(dtype).name}, their cache is {cache.dtype.name}"
     return None
 
 
@@ -54,13 +56,14 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """`rows` tokens of T, heads of width H of which `2 * half` dimensions turn."""
+    """`rows` tokens of T, heads of width H of which `2 * half` dimensions turn; of `dtype`."""
 
     T: int
     rows: int
     H: int
     half: int
     ring: bool
+    dtype: Any
 
 
 def _wide(mask: Array, shape: tuple[int, ...]) -> Array:
@@ -84,16 +87,25 @@ def _product(a: Array, b: Array) -> Array:
     return product.astype(a.dtype).astype(jnp.float32)
 
 
-def _head(sizes: _Sizes, part: _Part, head: Array, t: Array, inputs: dict[str, Any]) -> Array:
-    """Normed and rotated rows `[rows, H]` of one head."""
+def _head(
+    sizes: _Sizes, part: _Part, head: Array, first: Array, t: Array, inputs: dict[str, Any]
+) -> Array:
+    """Normed and rotated rows `[rows, H]` of one head; the product's row `first` is token 0's."""
     H, half = sizes.H, sizes.half
     shape, real = (sizes.rows, H), t < sizes.T
     place = jnp.arange(H)
     column = part.column + head * part.stride
 
+    # Rows of a product follow one another, whatever batch row they are of.
+    product, row = inputs["x"], (first + t)[:, None]
+
     def load(place: Array) -> Array:
-        at = inputs["x"].at[t[:, None], (column + place)[None, :]]
-        return plt.load(at, mask=_wide(real, shape), other=0.0)
+        columns, mask = (column + place)[None, :], _wide(real, shape)
+        parts = [
+            plt.load(product.at[part, row, columns], mask=mask, other=0.0)
+            for part in np.arange(product.shape[0], dtype=np.int32)
+        ]
+        return functools.reduce(jnp.add, parts).astype(sizes.dtype)
 
     x, weight_ref = load(place), inputs.get(f"{part.name}_weight")
     factor = jnp.ones((sizes.rows,), jnp.float32)
@@ -137,11 +149,12 @@ def _program(
 ) -> None:  # fmt: skip
     """The program of a few tokens of one head of one batch row."""
     index = pl.program_id(0)
+    first = pl.program_id(2) * sizes.T
     t = pl.program_id(1) * sizes.rows + jnp.arange(sizes.rows)
 
     def run(part: _Part) -> None:
         head = index - part.first
-        rows = _head(sizes, part, head, t, inputs)
+        rows = _head(sizes, part, head, first, t, inputs)
         at = outputs[part.name].at[t[:, None], head, jnp.arange(sizes.H)[None, :]]
         plt.store(at, rows, mask=_wide(t < sizes.T, rows.shape))
         if caches and part.name != "q":
@@ -173,24 +186,13 @@ def _parts(
     return tuple(parts)
 
 
-def _joined(projected: Sequence[Array]) -> Array:
-    """Projections side by side, `[B, T, C]`.
-
-    In a layer these are parts of one product; joined again, XLA passes on the whole of it, but
-    where it drops axes of size one from the product they must be dropped here too.
-    """
-    B, T, _ = projected[0].shape
-    if 1 in (B, T):
-        projected = [x.reshape(B * T, x.shape[-1]) for x in projected]
-    return jnp.concatenate(projected, axis=-1).reshape(B, T, -1)
-
-
 def attention_heads(
-    q: Float[Array, "B T NQ"] | None,
-    k: Float[Array, "B T KH"] | None,
-    v: Float[Array, "B T KH"] | None,
+    q: Float[Array, "S P NQ"] | None,
+    k: Float[Array, "S P KH"] | None,
+    v: Float[Array, "S P KH"] | None,
     angles: Float[Array, "B T half"],
     *,
+    dtype: DTypeLike,
     head_dim: int,
     gated: bool = False,
     q_norm: Norm | None = None,
@@ -202,12 +204,13 @@ def attention_heads(
     """`pallas_kernels.attention_heads`."""
     norms, projected = {"q": q_norm, "k": k_norm, "v": v_norm}, {"q": q, "k": k, "v": v}
     parts = _parts(projected, norms, head_dim, gated)
-    x = _joined([x for x in projected.values() if x is not None])
-    B, T = x.shape[:2]
+    # In a layer these are columns of one product; joined again, XLA passes on the whole of it.
+    x = jnp.concatenate([x for x in projected.values() if x is not None], axis=-1)
+    B, T = angles.shape[:2]
     rows = min(pl.next_power_of_2(T), max(1, SHARE // head_dim))
     ring = slots is not None and slots.ring
-    sizes = _Sizes(T=T, rows=rows, H=head_dim, half=angles.shape[-1], ring=ring)
-    cosine, sine = turns(angles, x.dtype)
+    sizes = _Sizes(T=T, rows=rows, H=head_dim, half=angles.shape[-1], ring=ring, dtype=dtype)
+    cosine, sine = turns(angles, jnp.dtype(dtype))
     # For each dimension, the factor of its own and of the other half's value.
     inputs = {"x": x, "turns": jnp.concatenate([cosine, cosine, -sine, sine], axis=-1)}
     for name, norm in norms.items():
@@ -217,14 +220,14 @@ def attention_heads(
         inputs |= {"start": slots.start, "count": slots.count}
 
     def spec(name: str, x: Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-        """What belongs to a batch row; weights are every row's."""
+        """What belongs to a batch row; weights and the product are every row's."""
         zeros = (0,) * (len(x.shape) - 1)
-        if name.endswith("weight"):
+        if name == "x" or name.endswith("weight"):
             return pl.BlockSpec(x.shape, lambda *_: (0, *zeros))
         return pl.BlockSpec((None if zeros else 1, *x.shape[1:]), lambda *at: (at[2], *zeros))
 
     outputs = {
-        part.name: jax.ShapeDtypeStruct((B, T, part.heads, head_dim), x.dtype) for part in parts
+        part.name: jax.ShapeDtypeStruct((B, T, part.heads, head_dim), dtype) for part in parts
     }
     kept = _caches(slots)
     cache_specs = tuple(spec("cache", cache) for cache in kept)

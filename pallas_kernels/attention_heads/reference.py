@@ -5,9 +5,11 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.norm import Norm, rms_norm
+from pallas_kernels.parts import whole
 
 
 class HeadRows(NamedTuple):
@@ -85,11 +87,12 @@ def write_rows(
 
 
 def attention_heads(
-    q: Float[Array, "B T NQ"] | None,
-    k: Float[Array, "B T KH"] | None,
-    v: Float[Array, "B T KH"] | None,
+    q: Float[Array, "S P NQ"] | None,
+    k: Float[Array, "S P KH"] | None,
+    v: Float[Array, "S P KH"] | None,
     angles: Float[Array, "B T half"],
     *,
+    dtype: DTypeLike,
     head_dim: int,
     gated: bool = False,
     q_norm: Norm | None = None,
@@ -98,11 +101,12 @@ def attention_heads(
     slots: Slots | None = None,
 ) -> HeadRows:
     """`pallas_kernels.attention_heads` in plain `jax.numpy`."""
+    B, T = angles.shape[:2]
 
     def heads(x: Array | None, norm: Norm | None, width: int = head_dim) -> Array | None:
         if x is None:
             return None
-        x = x.reshape(*x.shape[:2], -1, width)[..., :head_dim]
+        x = whole(x, B * T, dtype).reshape(B, T, -1, width)[..., :head_dim]
         return x if norm is None else rms_norm(x, norm)
 
     q, k = heads(q, q_norm, head_dim * (1 + gated)), heads(k, k_norm)

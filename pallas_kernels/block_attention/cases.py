@@ -8,13 +8,17 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.block_attention import gpu
+from pallas_kernels.block_attention.gpu_rows import rule_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """Sizes of the arguments (one letter each, as in the operation) and what is asked for.
 
-    lengths: of the rows; their number is B.
-    first: where each row's context begins; None for position 0.
+    lengths: of the blocks; their number is R.
+    each: blocks of a context.
+    first: where each block's context begins; None for position 0.
     """
 
     name: str
@@ -28,6 +32,7 @@ class Case:
     window: int | None = None
     ring: bool = False
     first: tuple[int, ...] | None = None
+    each: int = 1
     scale: float = 0.2
 
     @property
@@ -42,19 +47,28 @@ class Case:
     def arguments(self, dtype: DTypeLike, seed: int, junk: float) -> tuple[Array, ...]:
         """q, caches, block and lengths; slots that hold nothing below a row's length are `junk`."""
         rng = np.random.default_rng(seed)
-        B = len(self.lengths)
+        R = len(self.lengths)
+        B = R // self.each
 
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape, np.float32)
 
-        q = normal(B, self.T, self.N, self.H)
+        q = normal(R, self.T, self.N, self.H)
         caches = [normal(B, self.K, self.S, self.H) for _ in range(2)]
-        blocks = [normal(B, self.T, self.K, self.H) for _ in range(2)]
-        for row, length in enumerate(self.lengths):
+        blocks = [normal(R, self.T, self.K, self.H) for _ in range(2)]
+        longest = np.reshape(self.lengths, (B, self.each)).max(1)
+        for row, length in enumerate(longest):
             for cache in caches:
                 cache[row, :, length:] = junk
         arrays = (jnp.asarray(x, dtype) for x in (q, *caches, *blocks))
         return *arrays, jnp.asarray(self.lengths, jnp.int32)
+
+    def kernel(self, *arguments: Array, **options: Any) -> Array:
+        """The kernel itself, with options of its own."""
+        asked = self.options
+        first = asked.pop("first")
+        rule = rule_of(arguments[0], arguments[1], first, **asked)
+        return gpu.block_attention(rule, arguments, first, **options)
 
 
 SMALL = (
@@ -71,10 +85,21 @@ SMALL = (
     Case(name="chunk_window", lengths=(40, 90), T=70, window=33),
     Case(name="chunk_ring", lengths=(40, 500), T=70, window=64, ring=True, S=80),
     Case(name="documents", lengths=(60, 96), first=(21, 90)),
+    # Draft training: anchors in any order over two packed rows.
+    Case(
+        name="anchors",
+        lengths=(33, 0, 95, 7, 64, 12),
+        first=(21, 0, 40, 0, 64, 3),
+        each=3,
+        causal=False,
+    ),
 )
 """For the interpreter: every branch, no shape that a tile divides."""
 
 SERVED = (
+    # Anchors of a training row, in no order.
+    Case(name="training", lengths=tuple(17 * i % 61 * 50 for i in range(32)), each=32, N=32, K=8,
+         H=128, S=3072, causal=False),
     Case(name="draft", lengths=(1024, 4000, 17), N=32, K=8, H=128, S=4112, causal=False),
     Case(name="qwen_verify", lengths=(1024, 4000, 0), N=16, K=4, H=256, S=4112),
     Case(name="qwen_narrow", lengths=(1024, 4000, 0), N=16, K=4, H=256, S=4112, T=8),

@@ -6,8 +6,9 @@ share a context ("splits", Dao et al., Flash-Decoding); a second kernel merges t
 fp32. Reading follows the length of each row, not the capacity of the cache.
 """
 
+import dataclasses
 import functools
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.block_attention.gpu_rows import (
+    LEAST,
+    Rule,
+    dot,
+    load_rows,
+    of_block,
+    of_head,
+    power_of_two,
+    rows_at,
+    seen_block,
+    seen_context,
+    wide,
+)
 from pallas_kernels.choose import PROCESSORS
 
 # Finite, so that a split without keys never produces NaN through inf - inf.
 NOTHING = -1e30
 MOST_SPLITS = 64
-# The smallest side of a tensor-core product.
-LEAST = 16
 
 
 @dataclass(frozen=True)
@@ -51,11 +63,6 @@ def obstacle(q: Array, cache: Array, ring: bool) -> str | None:
     return None
 
 
-def _power_of_two(count: int) -> int:
-    """The smallest power of two that is not below `count`."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 def _tile(q: Array, cache: Array, window: int | None) -> Tile:
     """Tiles that neither spill registers nor exceed shared memory on an H200."""
     B, T, N, H = q.shape
@@ -65,7 +72,7 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
         # fp32 products use no tensor cores: small tiles, or registers spill.
         rows, keys, warps, stages = LEAST, LEAST, 4, 1
     else:
-        rows = min(max(LEAST, _power_of_two(T * (N // K))), 64)
+        rows = min(max(LEAST, power_of_two(T * (N // K))), 64)
         if rows > LEAST and H > 128:
             # Of wide heads 32 rows spill (144 bytes a thread at width 256, 1188 at 512), 64 do not.
             rows = 64
@@ -87,38 +94,6 @@ def _tile(q: Array, cache: Array, window: int | None) -> Tile:
     return Tile(rows=rows, keys=keys, splits=splits, warps=warps, stages=stages)
 
 
-def _dot(a: Array, b: Array) -> Array:
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return plt.dot(a, b, precision=precision)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Rule:
-    """Which keys a query sees; `scale` is in units of log 2."""
-
-    T: int
-    G: int
-    scale: float
-    causal: bool
-    window: int | None
-    ring: bool
-    has_first: bool
-
-
-def _rows(ref: Any, *index: Array) -> Any:
-    """Whole rows of the last axis at `index` of the others: `[len(index[0]), H]`."""
-    return ref.at[*(at[:, None] for at in index), jnp.arange(ref.shape[-1])[None, :]]
-
-
-def _load(ref: Any, real: Array, *index: Array) -> Array:
-    """Rows of `ref`, zero where they are not `real`: what stands there is never read."""
-    return plt.load(_rows(ref, *index), mask=_wide(real, ref.shape[-1]), other=0.0)
-
-
-def _wide(mask: Array, width: int) -> Array:
-    return jnp.broadcast_to(mask[:, None], (mask.shape[0], width))
-
-
 Carry = tuple[Array, Array, Array]
 """Weighted values `[rows, H]`, largest score and sum of weights `[rows]`."""
 
@@ -126,15 +101,15 @@ Carry = tuple[Array, Array, Array]
 def _add(carry: Carry, q: Array, k: Array, v: Array, seen: Array, scale: float) -> Carry:
     """Take in a tile of keys: softmax over what came so far, in base 2."""
     out, top, total = carry
-    scores = jnp.where(seen, _dot(q, k.T) * scale, NOTHING)
+    scores = jnp.where(seen, dot(q, k.T) * scale, NOTHING)
     above = jnp.maximum(top, jnp.max(scores, axis=1))
     fade = jnp.exp2(top - above)
     weights = jnp.where(seen, jnp.exp2(scores - above[:, None]), 0.0)
-    out = out * fade[:, None] + _dot(weights.astype(v.dtype), v)
+    out = out * fade[:, None] + dot(weights.astype(v.dtype), v)
     return out, above, total * fade + jnp.sum(weights, axis=1)
 
 
-def _context(rule: _Rule, tile: Tile, carry: Carry, q: Array, t: Array, begin: Array,
+def _context(rule: Rule, tile: Tile, carry: Carry, q: Array, t: Array, begin: Array,
              split: Array, length: Array, k_ref: Any, v_ref: Any) -> Carry:  # fmt: skip
     """This split's share of the cached keys from position `begin` to `length`."""
     slots = k_ref.shape[0]
@@ -149,31 +124,22 @@ def _context(rule: _Rule, tile: Tile, carry: Carry, q: Array, t: Array, begin: A
             slot = start % slots + jnp.arange(tile.keys)
             slot = jnp.where(slot >= slots, slot - slots, slot)
         real = position < length
-        k, v = _load(k_ref, real, slot), _load(v_ref, real, slot)
-        seen = jnp.broadcast_to(real[None, :], (tile.rows, tile.keys))
-        if rule.window is not None:
-            seen &= position[None, :] > length + t[:, None] - rule.window
-        return _add(carry, q, k, v, seen, rule.scale)
+        k, v = load_rows(k_ref, real, slot), load_rows(v_ref, real, slot)
+        return _add(carry, q, k, v, seen_context(rule, real, position, t, length), rule.scale)
 
     return lax.fori_loop(split * share, jnp.minimum((split + 1) * share, tiles), add, carry)
 
 
-def _block(rule: _Rule, tile: Tile, carry: Carry, q: Array, t: Array, t_first: Array,
+def _block(rule: Rule, tile: Tile, carry: Carry, q: Array, t: Array, t_first: Array,
            t_last: Array, k_ref: Any, v_ref: Any) -> Carry:  # fmt: skip
     """The block's own keys."""
     T, window = rule.T, rule.window
-    keys = min(max(LEAST, _power_of_two(T)), tile.keys)
+    keys = min(max(LEAST, power_of_two(T)), tile.keys)
 
     def add(index: Array | int, carry: Carry) -> Carry:
         u = index * keys + jnp.arange(keys)
-        real = u < T
-        k, v = _load(k_ref, real, u), _load(v_ref, real, u)
-        seen = jnp.broadcast_to(real[None, :], (tile.rows, keys))
-        if rule.causal:
-            seen &= u[None, :] <= t[:, None]
-        if window is not None:
-            seen &= jnp.abs(u[None, :] - t[:, None]) < window
-        return _add(carry, q, k, v, seen, rule.scale)
+        k, v = load_rows(k_ref, u < T, u), load_rows(v_ref, u < T, u)
+        return _add(carry, q, k, v, seen_block(rule, u, t), rule.scale)
 
     if keys >= T:
         return add(0, carry)
@@ -186,7 +152,7 @@ def _block(rule: _Rule, tile: Tile, carry: Carry, q: Array, t: Array, t_first: A
     return lax.fori_loop(begin // keys, pl.cdiv(end, keys), add, carry)
 
 
-def _attend(rule: _Rule, tile: Tile, length_ref: Any, first_ref: Any, q_ref: Any, k_ref: Any,
+def _attend(rule: Rule, tile: Tile, length_ref: Any, first_ref: Any, q_ref: Any, k_ref: Any,
             v_ref: Any, k_block_ref: Any, v_block_ref: Any, out_ref: Any,
             *lse_ref: Any) -> None:  # fmt: skip
     """The program of a tile of rows and a split."""
@@ -202,7 +168,7 @@ def _attend(rule: _Rule, tile: Tile, length_ref: Any, first_ref: Any, q_ref: Any
         begin = jnp.maximum(begin, length + t_first - (rule.window - 1))
     begin = jnp.maximum(begin, 0)
 
-    q = _load(q_ref, real, t, row % rule.G)
+    q = load_rows(q_ref, real, t, row % rule.G)
     carry = (
         jnp.zeros((tile.rows, q.shape[1]), jnp.float32),
         jnp.full((tile.rows,), NOTHING, jnp.float32),
@@ -214,17 +180,19 @@ def _attend(rule: _Rule, tile: Tile, length_ref: Any, first_ref: Any, q_ref: Any
         return _block(rule, tile, carry, q, t, t_first, t_last, k_block_ref, v_block_ref)
 
     if tile.splits == 1:
-        out, _, total = own(carry)
+        out, top, total = own(carry)
         out = out / jnp.maximum(total, 1e-30)[:, None]
-        at = _rows(out_ref, t, row % rule.G)
-        plt.store(at, out.astype(out_ref.dtype), mask=_wide(real, out.shape[1]))
+        at = rows_at(out_ref, t, row % rule.G)
+        plt.store(at, out.astype(out_ref.dtype), mask=wide(real, out.shape[1]))
+        if lse_ref:
+            plt.store(lse_ref[0].at[row], top + jnp.log2(jnp.maximum(total, 1e-30)))
         return
     # The last split has the least of the context, often none.
     out, top, total = lax.cond(split == tile.splits - 1, own, lambda carry: carry, carry)
     filled = total > 0
     out = out / jnp.maximum(total, 1e-30)[:, None]
     # An empty split writes no values, and the merge reads none of it.
-    plt.store(_rows(out_ref, row), out, mask=_wide(real & filled, out.shape[1]))
+    plt.store(rows_at(out_ref, row), out, mask=wide(real & filled, out.shape[1]))
     lse = jnp.where(filled, top + jnp.log2(jnp.maximum(total, 1e-30)), NOTHING)
     plt.store(lse_ref[0].at[row], lse)
 
@@ -241,50 +209,57 @@ def _merge(G: int, rows: int, part_ref: Any, lse_ref: Any, out_ref: Any) -> None
     weights = jnp.exp2(lse - jnp.max(lse, axis=0)[None, :])
     weights = weights / jnp.sum(weights, axis=0)[None, :]
     out = jnp.sum(part * weights[:, :, None], axis=0)
-    real = _wide(row < out_ref.shape[0] * G, width)
-    plt.store(_rows(out_ref, row // G, row % G), out.astype(out_ref.dtype), mask=real)
+    real = wide(row < out_ref.shape[0] * G, width)
+    plt.store(rows_at(out_ref, row // G, row % G), out.astype(out_ref.dtype), mask=real)
 
 
 def block_attention(
-    q: Float[Array, "B T N H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
-    k_block: Float[Array, "B T K H"],
-    v_block: Float[Array, "B T K H"],
-    length: Int[Array, " B"],
+    rule: Rule,
+    arguments: tuple[Array, ...],
+    first: Int[Array, " R"] | None,
     *,
-    first: Int[Array, " B"] | None = None,
-    scale: float,
-    causal: bool,
-    window: int | None = None,
-    ring: bool = False,
     interpret: bool = False,
     tile: Tile | None = None,
-) -> Float[Array, "B T N H"]:
-    """`pallas_kernels.block_attention`; `tile` replaces the choice of sizes."""
-    B, T, N, H = q.shape
-    K, S = k_cache.shape[1:3]
+) -> Float[Array, "R T N H"]:
+    """`pallas_kernels.block_attention` of its `arguments`; `tile` replaces the choice of sizes."""
+    q, cache, *_, v_block, _ = arguments
+    tile = tile or _tile(q, cache, rule.window)
+    parts = _launch(rule, tile, arguments, first, interpret=interpret)
+    out = parts[0] if tile.splits == 1 else _merged(rule, tile, parts, v_block.dtype, interpret)
+    return out.reshape(q.shape)
+
+
+def attend_with_sums(
+    rule: Rule, arguments: tuple[Array, ...], first: Int[Array, " R"] | None, *, interpret: bool
+) -> tuple[Float[Array, "R T K G H"], Float[Array, "R K rows"]]:
+    """Outputs, and the logarithms (of two) of the softmax's sums."""
+    q, cache = arguments[:2]
+    tile = dataclasses.replace(_tile(q, cache, rule.window), splits=1)
+    out, lse = _launch(rule, tile, arguments, first, interpret=interpret, with_lse=True)
+    return out, lse
+
+
+def _launch(
+    rule: Rule, tile: Tile, arguments: tuple[Array, ...], first: Array | None, *, interpret: bool,
+    with_lse: bool = False,
+) -> Sequence[Array]:  # fmt: skip
+    """Outputs `[R, T, K, G, H]`, and `with_lse` the logarithms (of two) of the softmax's sums
+    `[R, K, rows]`; of several splits both, each split's own, before their merge."""
+    q, k_cache, v_cache, k_block, v_block, length = arguments
+    R, T, N, H = q.shape
+    B, K, S = k_cache.shape[:3]
     G = N // K
-    tile = tile or _tile(q, k_cache, window)
     tiles = pl.cdiv(T * G, tile.rows)
-    rule = _Rule(
-        T=T, G=G, scale=scale * math.log2(math.e), causal=causal, window=window, ring=ring,
-        has_first=first is not None,
-    )  # fmt: skip
-
-    def whole(*shape: int | None) -> pl.BlockSpec:
-        """What belongs to the batch row and the key/value head of program `(i, j)`."""
-        zeros = [0] * (len(shape) - 2)
-        if shape[1] is None:
-            return pl.BlockSpec(shape, lambda i, _: (i // K, i % K, *zeros))
-        return pl.BlockSpec(shape, lambda i, _: (i // K, 0, i % K, *zeros[1:]))
-
-    scalar = pl.BlockSpec((1,), lambda i, _: (i // K,))
-    context, block = whole(None, None, S, H), whole(None, T, None, H)
-    grouped = whole(None, T, None, G, H)
-    out_type = jax.ShapeDtypeStruct((B, T, K, G, H), v_block.dtype)
     rows = tiles * tile.rows
-    split_specs, split_types = [grouped], [out_type]
+    scalar = pl.BlockSpec((1,), lambda i, _: (i // K,))
+    # Blocks of one context follow one another.
+    context = pl.BlockSpec((None, None, S, H), lambda i, _: (i // (K * (R // B)), i % K, 0, 0))
+    block, grouped = of_block(K, T, None, H), of_block(K, T, None, G, H)
+    split_specs: list[Any] = [grouped]
+    split_types = [jax.ShapeDtypeStruct((R, T, K, G, H), v_block.dtype)]
+    if with_lse and tile.splits == 1:
+        split_specs.append(of_head(K, rows))
+        split_types.append(jax.ShapeDtypeStruct((R, K, rows), jnp.float32))
     if tile.splits > 1:
         # Programs of one tile and head differ in the split alone.
         def part(i: Array, j: Array) -> tuple[Array | int, ...]:
@@ -295,33 +270,37 @@ def block_attention(
             pl.BlockSpec((None, None, None, rows), lambda i, j: part(i, j)[:4]),
         ]
         split_types = [
-            jax.ShapeDtypeStruct((B, K, tile.splits, rows, H), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, tile.splits, rows), jnp.float32),
+            jax.ShapeDtypeStruct((R, K, tile.splits, rows, H), jnp.float32),
+            jax.ShapeDtypeStruct((R, K, tile.splits, rows), jnp.float32),
         ]
-    parts = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_attend, rule, tile),
-        grid=(B * K, tiles * tile.splits),
+        grid=(R * K, tiles * tile.splits),
         in_specs=[scalar, scalar, grouped, context, context, block, block],
         out_specs=split_specs,
         out_shape=split_types,
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
         name="block_attention",
-    )(length, length if first is None else first, q.reshape(B, T, K, G, H), k_cache, v_cache,
+    )(length, length if first is None else first, q.reshape(R, T, K, G, H), k_cache, v_cache,
       k_block, v_block)  # fmt: skip
-    if tile.splits == 1:
-        return parts[0].reshape(B, T, N, H)
+
+
+def _merged(
+    rule: Rule, tile: Tile, parts: Sequence[Array], dtype: Any, interpret: bool
+) -> Float[Array, "R T K G H"]:
+    """Splits, weighted by the sums of their softmax."""
+    R, K, _, rows, H = parts[0].shape
     merged_rows = max(1, min(LEAST, 8192 // (tile.splits * H)))
-    out = pl.pallas_call(
-        functools.partial(_merge, G, merged_rows),
-        grid=(B * K, rows // merged_rows),
-        in_specs=[whole(None, None, tile.splits, rows, H), whole(None, None, tile.splits, rows)],
-        out_specs=grouped,
-        out_shape=out_type,
+    return pl.pallas_call(
+        functools.partial(_merge, rule.G, merged_rows),
+        grid=(R * K, rows // merged_rows),
+        in_specs=[of_head(K, tile.splits, rows, H), of_head(K, tile.splits, rows)],
+        out_specs=of_block(K, rule.T, None, rule.G, H),
+        out_shape=jax.ShapeDtypeStruct((R, rule.T, K, rule.G, H), dtype),
         compiler_params=plt.CompilerParams(
             num_warps=4 if tile.splits * H <= 16384 else 8, num_stages=1
         ),
         interpret=interpret,
         name="block_attention_merge",
     )(*parts)
-    return out.reshape(B, T, N, H)

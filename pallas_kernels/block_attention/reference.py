@@ -1,5 +1,7 @@
 """Reference of block attention: two score products, one softmax, fp32 inside."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,21 +15,35 @@ MASKED = -1e30
 
 
 def block_attention(
-    q: Float[Array, "B T N H"],
+    q: Float[Array, "R T N H"],
     k_cache: Float[Array, "B K S H"],
     v_cache: Float[Array, "B K S H"],
-    k_block: Float[Array, "B U K H"],
-    v_block: Float[Array, "B U K H"],
-    length: Int[Array, " B"],
+    k_block: Float[Array, "R U K H"],
+    v_block: Float[Array, "R U K H"],
+    length: Int[Array, " R"],
     *,
-    first: Int[Array, " B"] | None = None,
-    parents: Int[Array, "B U"] | None = None,
+    first: Int[Array, " R"] | None = None,
+    parents: Int[Array, "R U"] | None = None,
     scale: float,
     causal: bool,
     window: int | None = None,
     ring: bool = False,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "R T N H"]:
     """`pallas_kernels.block_attention` in plain `jax.numpy`: scores of every slot, masked."""
+    contexts = k_cache.shape[0]
+    if len(q) > contexts:
+        options = {"scale": scale, "causal": causal, "window": window, "ring": ring}
+
+        def attend(q: Array, k: Array, v: Array, length: Array, first: Any, parents: Any) -> Array:
+            return block_attention(
+                q, k_cache, v_cache, k, v, length, first=first, parents=parents, **options
+            )
+
+        apart = jax.tree.map(
+            lambda x: x.reshape(contexts, -1, *x.shape[1:]),
+            (q, k_block, v_block, length, first, parents),
+        )
+        return jax.vmap(attend, in_axes=1, out_axes=1)(*apart).reshape(q.shape)
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None

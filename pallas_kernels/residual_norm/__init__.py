@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choose import Kernels, implementation
 from pallas_kernels.norm import Norm
+from pallas_kernels.parts import number_of_parts
 from pallas_kernels.residual_norm import gpu, reference
 
 __all__ = ["residual_norm", "splits"]
@@ -24,7 +25,7 @@ def splits(
     """
     if _chosen(width_out, dtype, kernels) == "reference":
         return 1
-    return gpu.splits(rows, width_in, width_out)
+    return number_of_parts(rows, width_in, width_out)
 
 
 def residual_norm(

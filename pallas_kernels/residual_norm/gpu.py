@@ -21,29 +21,8 @@ from pallas_kernels.norm import Norm, weigh
 
 # Warps of a program: where every processor has a row at most, and where there are more.
 FEW_ROWS_WARPS, WARPS = 16, 4
-# Products that run on a processor at a time.
-RESIDENT = 3
-# Sides of the tiles of a product, what the weights of a column in a part are a multiple of, and the
-# fewest of them. With these XLA, as it counts without autotuning, splits no part again: that would
-# take the launch which parts save.
-TILE_ROWS, TILE_COLUMNS, TILE_INNER, LEAST_PART = 128, 64, 64, 256
 # What a program can hold: columns of a row, in strips of a power of two.
 MOST_COLUMNS, MOST_STRIPS, LEAST_STRIP = 8192, 16, 16
-
-
-def splits(rows: int, width_in: int, width_out: int) -> int:
-    """Into how many parts to cut the product `[rows, width_in] x [width_in, width_out]`.
-
-    A power of two that gives each processor two or three tiles to work on, and divides the weights
-    of a column evenly; one where rows are many.
-    """
-    tiles = pl.cdiv(rows, TILE_ROWS) * pl.cdiv(width_out, TILE_COLUMNS)
-    parts = 1
-    while 2 * parts * tiles <= RESIDENT * PROCESSORS and 2 * parts * LEAST_PART <= width_in:
-        if width_in % (2 * parts * TILE_INNER):
-            break
-        parts *= 2
-    return parts
 
 
 def obstacle(width: int) -> str | None:

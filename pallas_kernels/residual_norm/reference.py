@@ -1,9 +1,9 @@
 """What lies between two products of a transformer layer, in plain `jax.numpy`."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.norm import Norm, rms_norm
+from pallas_kernels.parts import whole
 
 
 def residual_norm(
@@ -15,8 +15,7 @@ def residual_norm(
     factor: Float[Array, " 1"] | None = None,
 ) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
     """`pallas_kernels.residual_norm`."""
-    out = parts[0] if len(parts) == 1 else jnp.sum(parts.astype(jnp.float32), axis=0)
-    out = out[: len(x)].astype(x.dtype)
+    out = whole(parts, len(x), x.dtype)
     x = x + (out if post is None else rms_norm(out, post))
     if factor is not None:
         x = x * factor

@@ -22,7 +22,7 @@ exact_jit = functools.partial(
 
 
 def run(case, dtype, kernels):
-    heads = functools.partial(attention_heads, **case.options, kernels=kernels)
+    heads = functools.partial(attention_heads, dtype=dtype, **case.options, kernels=kernels)
     return exact_jit(heads)(**case.arguments(dtype, len(case.name)))
 
 
@@ -69,16 +69,16 @@ def test_a_cache_keeps_what_it_is_not_given():
 
 def test_what_cannot_be_done_is_said():
     case = CASES["draft"]
-    given = case.arguments(jnp.float32, 0)
+    given: dict[str, Any] = case.arguments(jnp.float32, 0) | {"dtype": jnp.float32}
     with pytest.raises(KernelError, match="cpu"):
         attention_heads(**given, **case.options, kernels="gpu")
     narrow: dict[str, Any] = given | {"q_norm": None, "k_norm": None}
     with pytest.raises(KernelError, match="width 24"):
         attention_heads(**narrow, head_dim=24, kernels="interpret")
-    mixed = given | {"v": given["v"].astype(jnp.bfloat16)}
-    with pytest.raises(KernelError, match="bfloat16, float32"):
-        attention_heads(**mixed, **case.options, kernels="interpret")
-    nowhere = given | {
+    mixed: dict[str, Any] = CASES["qwen35"].arguments(jnp.float32, 0) | {"dtype": jnp.bfloat16}
+    with pytest.raises(KernelError, match="bfloat16, their cache is float32"):
+        attention_heads(**mixed, **CASES["qwen35"].options, kernels="interpret")
+    nowhere: dict[str, Any] = given | {
         "k": None,
         "v": None,
         "slots": CASES["context"].arguments("float32", 0)["slots"],

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ CASES = {case.name: case for case in SMALL}
 
 def both(case: Case, dtype, tile=None, seed=0):
     """Kernel over a cache whose unused slots are NaN, and reference over one where they are 0."""
-    run = functools.partial(gpu.block_attention, **case.options, tile=tile, interpret=True)
+    run = functools.partial(case.kernel, tile=tile, interpret=True)
     got = quick_jit(run)(*case.arguments(dtype, seed, np.nan))
     reference = functools.partial(block_attention, **case.options)
     wanted = quick_jit(reference)(*case.arguments(dtype, seed, 0.0))
@@ -63,3 +64,49 @@ def test_an_unsupported_head_width_is_named():
     case = Case(name="narrow", lengths=(4,), H=24)
     with pytest.raises(KernelError, match="24"):
         block_attention(*case.arguments(jnp.float32, 0, 0.0), **case.options, kernels="interpret")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        (name, jnp.float32)
+        for name in ("draft", "anchors", "group_of_3", "window_both_ways", "verify")
+    ]
+    + [("anchors", jnp.bfloat16)],
+)
+def test_gradients_are_those_of_the_reference(name, dtype):
+    """Of queries, contexts and own sides; slots that no block reads get none."""
+    case = CASES[name]
+    arguments = case.arguments(dtype, 5, 0.0)
+    weights = np.random.default_rng(6).standard_normal(arguments[0].shape, np.float32)
+
+    def loss(kernels, q, k_cache, v_cache, k, v):
+        out = block_attention(
+            q, k_cache, v_cache, k, v, arguments[-1], **case.options, kernels=kernels
+        )
+        return (out.astype(jnp.float32) * weights).sum()
+
+    def gradient(kernels):
+        made = quick_jit(jax.grad(functools.partial(loss, kernels), argnums=range(5)))
+        return made(*arguments[:-1])
+
+    for got, wanted in zip(gradient("interpret"), gradient("reference"), strict=True):
+        assert got.dtype == wanted.dtype
+        assert float(jnp.abs(wanted.astype(jnp.float32)).max()) > 0.01
+        tolerance = LAYER if dtype == jnp.float32 else KERNEL_BF16
+        assert_close(got.astype(jnp.float32), wanted.astype(jnp.float32), tolerance)
+
+
+@pytest.mark.parametrize(("name", "why"), [("ring", "ring"), ("chunk", "140 query rows")])
+def test_what_has_no_gradient_says_so(name, why):
+    case = CASES[name]
+    *given, length = case.arguments(jnp.float32, 0, 0.0)
+    run = functools.partial(block_attention, length=length, **case.options, kernels="interpret")
+    with pytest.raises(KernelError, match=why):
+        jax.grad(lambda *given: run(*given).sum())(*given)
+
+
+def test_blocks_that_contexts_do_not_divide_are_counted():
+    q, k_cache, v_cache, k, v, length = CASES["anchors"].arguments(jnp.float32, 0, 0.0)
+    with pytest.raises(ValueError, match=r"5 blocks .* 2 contexts"):
+        block_attention(q[:5], k_cache, v_cache, k[:5], v[:5], length[:5], scale=1.0, causal=True)

@@ -12,7 +12,7 @@ from mmflash_jax.layers.linear import linear, product_parts
 from mmflash_jax.layers.norm import GemmaRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from mmflash_jax.layers.residual import add_product
 from pallas_kernels import KernelError, residual_norm
-from pallas_kernels.residual_norm import gpu
+from pallas_kernels import parts as parts_rule
 from pallas_kernels.residual_norm.cases import SMALL
 from tests.kernels import quick_jit
 from tests.tolerances import KERNEL_BF16, LAYER, assert_close
@@ -63,7 +63,7 @@ def randomised(module, seed):
 @pytest.mark.parametrize("bias", [False, True])
 def test_add_product_is_layer_after_layer(made, rows, bias, monkeypatch):
     """Reference to the bit; the kernel within rounding, over several parts of the product."""
-    monkeypatch.setattr(gpu, "LEAST_PART", 16)
+    monkeypatch.setattr(parts_rule, "LEAST_PART", 16)
     dtype, rng = jnp.dtype("bfloat16"), np.random.default_rng(1)
     projection = linear(128, 32, dtype=dtype, rngs=nnx.Rngs(0), bias=bias)
     if projection.bias is not None:
@@ -96,7 +96,7 @@ def test_parts_sum_to_the_product():
     [(1, 4096, 8), (128, 9216, 8), (129, 10240, 4), (512, 4096, 2), (1000, 4096, 1), (16, 256, 1)],
 )  # fmt: skip
 def test_splits_give_processors_two_or_three_tiles(rows, width_in, wanted):
-    assert gpu.splits(rows, width_in, 2560) == wanted
+    assert parts_rule.number_of_parts(rows, width_in, 2560) == wanted
 
 
 def test_a_width_that_no_kernel_takes_is_named():

@@ -1,5 +1,7 @@
 """The loss against a loop over slots in numpy, its edge cases and its gradients."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmflash_jax.drafters import Heads
-from mmflash_jax.training.objective import block_loss
+from mmflash_jax.training.objective import block_loss, chunk_blocks
 from tests.tolerances import LAYER, assert_close
 from tests.training import toy
 
@@ -128,3 +130,24 @@ def test_gradients_reach_every_parameter():
     _, gradient = gradient_of(PARAMS, ANCHORS, VALID)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         assert float(jnp.abs(leaf).max()) > 0.0, jax.tree_util.keystr(path)
+
+
+def test_loss_and_gradients_with_the_attention_kernel():
+    """Full and sliding layers, two documents in a row; the kernel never holds scores, so a chunk is
+    as long as its logits allow."""
+    kernel = dataclasses.replace(PLAN, kernels="interpret")
+    segments = jnp.asarray([[0] * 8 + [1] * 16, [0] * 11 + [1] * 13])
+
+    def loss(plan: Any, params: Any) -> jax.Array:
+        return block_loss(
+            plan, params, toy.Recorder().heads, jnp.asarray(FEATURES), jnp.asarray(IDS), TOTAL_LEN,
+            ANCHORS, VALID, toy.SETTINGS, segments=segments,
+        )[0]  # fmt: skip
+
+    (ours, gradients), (theirs, wanted) = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, plan)))(PARAMS)
+        for plan in (kernel, PLAN)
+    )
+    assert ours == pytest.approx(float(theirs), rel=1e-5)
+    jax.tree.map(functools.partial(assert_close, tolerance=LAYER), gradients, wanted)
+    assert chunk_blocks(kernel, 2, 4096) > chunk_blocks(PLAN, 2, 4096)

@@ -1,0 +1,40 @@
+"""Products in parts, each over a share of the inner axis.
+
+Few rows give too few tiles to keep a card busy. Whoever takes a product's parts adds them up; where
+XLA splits a product by itself, that takes a launch.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.choose import PROCESSORS
+
+# Products that run on a processor at a time.
+RESIDENT = 3
+# Sides of the tiles of a product, what the weights of a column in a part are a multiple of, and the
+# fewest of them. With these XLA, as it counts without autotuning, splits no part again: that would
+# take the launch which parts save.
+TILE_ROWS, TILE_COLUMNS, TILE_INNER, LEAST_PART = 128, 64, 64, 256
+
+
+def number_of_parts(rows: int, width_in: int, width_out: int) -> int:
+    """Into how many parts to cut the product `[rows, width_in] x [width_in, width_out]`.
+
+    A power of two that gives each processor two or three tiles to work on, and divides the weights
+    of a column evenly; one where rows are many.
+    """
+    tiles = -(-rows // TILE_ROWS) * -(-width_out // TILE_COLUMNS)
+    parts = 1
+    while 2 * parts * tiles <= RESIDENT * PROCESSORS and 2 * parts * LEAST_PART <= width_in:
+        if width_in % (2 * parts * TILE_INNER):
+            break
+        parts *= 2
+    return parts
+
+
+def whole(parts: Float[Array, "S P N"], rows: int, dtype: DTypeLike) -> Float[Array, "R N"]:
+    """The product of its parts, rounded once; rows beyond the first `rows` are cut off."""
+    if len(parts) == 1:
+        return parts[0, :rows].astype(dtype)
+    return parts.astype(jnp.float32).sum(0)[:rows].astype(dtype)
