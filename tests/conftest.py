@@ -1,15 +1,20 @@
 """Settings that every test shares; they must be made before jax and torch start."""
 
+import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Models this small take far longer to compile than to run, a third of it in LLVM's optimiser. With
-# XLA_FLAGS=--xla_force_host_platform_device_count=4 the programs are those that users run.
+# Models this small take far longer to compile than to run: most of it goes to LLVM's optimiser, to
+# the newer generator of fusions (jax 0.11 has no other) and to splitting a program among threads.
+# With XLA_FLAGS=--xla_force_host_platform_device_count=4 the programs are those that users run.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -35,10 +40,30 @@ def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.split("::")[0]
-            return "tests/server" if file.startswith("tests/server/") else file
+            return scope_of(nodeid)
 
+    # Not by the number of tests, which says nothing about how long they take.
+    config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+def scope_of(nodeid: str) -> str:
+    file = nodeid.split("::")[0]
+    return "tests/server" if file.startswith("tests/server/") else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no process is left alone with it at the end."""
+    slow = {scope_of(item.nodeid) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: scope_of(item.nodeid) not in slow | {"tests/server"})
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Imported modules stay, so the garbage collector need not look at them again: tracing makes so
+    many objects that it would spend a fifth of the time there."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 # Every compiled program takes memory mappings, of which Linux gives a process 65,530; beyond them

@@ -59,8 +59,12 @@ class TrainState:
     bad_step: Array
 
 
+@functools.cache
 def make_optimiser(settings: OptimiserConfig) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, linear warm-up and cosine decay to zero."""
+    """AdamW with clipped gradients, linear warm-up and cosine decay to zero.
+
+    Equal settings give the same object, so that runs of one process share what is compiled for it.
+    """
     warm = max(1, round(settings.steps * settings.warmup))
     rate = optax.warmup_cosine_decay_schedule(
         0.0, settings.learning_rate, warm, max(settings.steps, warm + 1)

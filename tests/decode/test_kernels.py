@@ -51,7 +51,7 @@ def pair(request, tmp_path_factory):
     target, params = load_target(folder, "float32")
     drafter = draft_for(folder, target_layer_ids=[0, 1], block_size=4)
     params = {"target": params, "drafter": random_params(drafter)}
-    prompts = [make_prompt(target, n, seed=n, max_tokens=8) for n in (5, 23)]
+    prompts = [make_prompt(target, n, seed=n, max_tokens=24) for n in (5, 23)]
     return target, drafter, params, prompts
 
 
@@ -70,15 +70,15 @@ def test_drafted_ids_with_kernels_are_those_of_the_reference(pair):
     wanted = run(target, drafter, params, prompts, "reference")
     got = run(target, drafter, params, prompts, "interpret")
     assert answers(got) == answers(wanted)
-    assert [len(ids) for ids in answers(got)] == [8, 8]
+    assert [len(ids) for ids in answers(got)] == [24, 24]
     # The draft went through its kernel too: it proposed what it proposes without.
     np.testing.assert_array_equal(got.drafted, wanted.drafted)
 
 
 def test_widths_may_change_between_steps_with_kernels(pair):
     """Passes narrower than the blocks that rings and records are laid out for, which go round."""
-    target, drafter, params, _ = pair
-    prompts = [make_prompt(target, n, seed=n, max_tokens=m) for n, m in ((5, 24), (23, 3))]
+    target, drafter, params, prompts = pair
+    prompts = [prompts[0], dataclasses.replace(prompts[1], max_tokens=3)]
     wanted = run(target, drafter, params, prompts, "reference")
     state = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
     target, drafter = (dataclasses.replace(x, kernels="interpret") for x in (target, drafter))

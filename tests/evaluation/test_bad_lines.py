@@ -54,12 +54,18 @@ LINES = [
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["LF", "CRLF"])
-def test_bad_lines_are_reported_and_the_rest_is_answered(pictures, caplog, end):
+def test_bad_lines_are_reported_and_the_rest_is_answered(pictures, small_pair, caplog, end):
     path, output = pictures / "in.jsonl", pictures / "out.jsonl"
     path.write_bytes(end.join(line for line, _ in LINES).encode())
     code = run(
         ServeConfig(
-            draft="none", plain=False, prompts=path, output=output, max_length=256, max_tokens=5
+            target=small_pair["target"],
+            draft="none",
+            plain=False,
+            prompts=path,
+            output=output,
+            max_length=256,
+            max_tokens=5,
         )
     )
     assert code == 1

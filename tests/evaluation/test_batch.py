@@ -1,4 +1,4 @@
-"""The batch tool from file to files, on the demo target with its own and with a random draft."""
+"""The batch tool from file to files, on the demo pairs and on a small random one."""
 
 import dataclasses
 import itertools
@@ -23,14 +23,15 @@ Tool = Callable[..., tuple[int, Rows, dict[str, Any]]]
 
 
 @pytest.fixture
-def tool(tmp_path: Path, demo_draft: Path) -> Tool:
-    """Run the tool; returns its exit code, the answer rows and the report."""
+def tool(tmp_path: Path, small_pair: dict[str, str]) -> Tool:
+    """Run the tool, on the small pair unless told otherwise.
+
+    Returns its exit code, the answer rows and the report.
+    """
 
     def call(**options: Any) -> tuple[int, Rows, dict[str, Any]]:
         output, report = tmp_path / "answers.jsonl", tmp_path / "report.json"
-        config = ServeConfig(
-            **{"draft": str(demo_draft), "output": output, "report": report, **options}
-        )
+        config = ServeConfig(**{**small_pair, "output": output, "report": report, **options})
         code = run(config)
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
         return code, rows, json.loads(report.read_text())
@@ -55,7 +56,7 @@ def prompts(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("target", ["demo", "demo-gemma4"])
 def test_a_bundled_pair_answers_the_bundled_samples(tool, capsys, target):
-    code, rows, report = tool(target=target, draft=None, batch=3)
+    code, rows, report = tool(target=target, draft=None, batch=4)
     assert code == 0
     samples = [json.loads(line) for line in (SAMPLES / "prompts.jsonl").read_text().splitlines()]
     assert [row["id"] for row in rows] == [sample["id"] for sample in samples]
@@ -106,7 +107,7 @@ def check_report(report: dict[str, Any]) -> None:
     assert report["versions"]["jax"] == jax.__version__
 
 
-def test_ids_depend_neither_on_batch_nor_on_draft_nor_on_run(tool, prompts, small_pair):
+def test_ids_depend_neither_on_batch_nor_on_draft_nor_on_run(tool, prompts):
     """A random draft, in batches smaller than, as large as and larger than the number of prompts.
 
     The rows differ in length and in pictures; the batch of two leaves a row without a request.
@@ -116,7 +117,7 @@ def test_ids_depend_neither_on_batch_nor_on_draft_nor_on_run(tool, prompts, smal
         '{"text": "Hi"}\n'
         '{"text": "Add MOR and GRA.", "images": ["chart.png", "chart.png"], "max_tokens": 9}\n'
     )
-    options = {**small_pair, "max_tokens": 40}
+    options = {"max_tokens": 40}
     seen = {}
     for size in (2, 3, 8):
         code, rows, _ = tool(prompts=path, batch=size, plain=False, **options)

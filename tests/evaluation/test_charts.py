@@ -10,12 +10,12 @@ from mmflash_jax.evaluation.batch import load
 
 
 def test_figures_of_one_style():
-    examples = sample_examples(6, 20, "ordinary", held_out=True)
+    examples = sample_examples(4, 20, "ordinary", held_out=True)
     # Shapes of the test of the bundled samples, whose compiled programs serve here too.
-    arguments = charts.Arguments(count=6, batch=3, max_tokens=256)
+    arguments = charts.Arguments(count=4, batch=4, max_tokens=256)
     figures = charts.evaluate_style(load(ServeConfig()), examples, arguments)
     assert figures["parity"] is True
-    assert figures["rows_equal"] == 6
+    assert figures["rows_equal"] == 4
     assert figures["tau"] == pytest.approx(1 + sum(figures["accepted_per_position"]))
     assert figures["tau"] > 2.5
     assert 60 < figures["mean_answer_tokens"] < 128

@@ -16,7 +16,7 @@ from mmflash_jax.weights.hf_config import ConfigError
 from tests.drafts import two_layer_target
 
 ROOT = Path(__file__).parent.parent.parent
-COUNT = 300
+COUNT = 150
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ def test_an_api_key_is_asked_for(served):
 
 def test_a_full_queue_asks_to_come_back(served):
     """More than rows and queue hold: 503 with Retry-After for some, answers for the others."""
-    body = {"model": "demo", "messages": [message("Hi")], "max_tokens": 60, "temperature": 3.0}
+    body = {"model": "demo", "messages": [message("Hi")], "max_tokens": 16, "temperature": 3.0}
 
     def ask(_: int) -> tuple[int, str | None]:
         with httpx2.Client(timeout=120) as client:

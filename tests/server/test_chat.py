@@ -198,6 +198,8 @@ def test_text_completions(served):
     assert "".join(chunk.choices[0].text for chunk in stream) == chat
 
 
+# Enough for rows to come and go many times: an answer takes a few steps of drafts.
+MOST = 40
 SETTINGS = [
     {},
     {"temperature": 0.8, "seed": 11},
@@ -212,7 +214,7 @@ def as_prompt(served, line, settings):
     sampling = {n: flat[n] for n in ("temperature", "seed", "top_p", "min_p") if n in flat}
     penalties = {name: value for name, value in flat.items() if name.endswith("_penalty")}
     images = [SAMPLES / name for name in line["images"]]
-    prompt = prompt_of(served, line["text"], *images)
+    prompt = prompt_of(served, line["text"], *images, max_tokens=MOST)
     return dataclasses.replace(
         prompt, sampling=SamplingSettings(**sampling), adjustment=Adjustment(**penalties)
     )
@@ -228,7 +230,7 @@ def test_thirty_two_clients_at_once_each_get_their_own_answer(served):
     def ask(case):
         line, settings = case
         images = [SAMPLES / name for name in line["images"]]
-        return served.chat(line["text"], *images, **settings)
+        return served.chat(line["text"], *images, max_tokens=MOST, **settings)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         answers = list(pool.map(ask, cases))
@@ -242,12 +244,13 @@ def test_thirty_two_clients_at_once_each_get_their_own_answer(served):
 
 def test_connections_that_drop_free_their_slots(served):
     """C09: streams dropped in the middle, and answers after them that are right."""
-    (ids,) = served.plain([prompt_of(served, QUESTION, CHARTS[0])])
-    for _ in range(15):
+    (ids,) = served.plain([prompt_of(served, QUESTION, CHARTS[0], max_tokens=30)])
+    # Twice as many as there are rows.
+    for _ in range(8):
         stream = served.chat(QUESTION, CHARTS[0], max_tokens=300, temperature=3.0, stream=True)
         next(iter(stream))
         stream.close()
-        got = served.chat(QUESTION, CHARTS[0])
+        got = served.chat(QUESTION, CHARTS[0], max_tokens=30)
         assert got.choices[0].message.content == served.session.encoder.decode(ids)
     wait_until(served.idle)
 

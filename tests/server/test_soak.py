@@ -23,11 +23,11 @@ from mmflash_jax.engine.tickets import Ticket
 from mmflash_jax.server.generate import Generation
 from tests.server.conftest import CHARTS, message, wait_until
 
-REQUESTS = int(os.environ.get("SOAK_REQUESTS", "64"))
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", "48"))
 IN_FLIGHT = 16
 WORDS = "Which of these countries has the highest value in the last year of the chart , and why ?"
 LENGTHS = (1, 3, 9, 17, 40)
-LIMITS = (1, 5, 24, 60)
+LIMITS = (1, 5, 24, 40)
 
 
 def kinds():
@@ -35,7 +35,7 @@ def kinds():
     random = np.random.default_rng(0)
     words = WORDS.split()
     made = []
-    for number in range(40):
+    for number in range(32):
         text = " ".join(random.choice(words, random.choice(LENGTHS)))
         images = [CHARTS[int(i)] for i in random.integers(len(CHARTS), size=random.integers(3))]
         settings = {"max_tokens": int(random.choice(LIMITS))}
