@@ -33,7 +33,7 @@ SHAPES: dict[str, Any] = {
     "tree": {"draft_tokens": 9, "draft_top_k": 3, "draft_depth": 3},
 }
 # Batches in between: test_parity.py.
-BATCHES = [(2,), tuple(range(8))]
+BATCHES = [(2,), (6, 1, 2), tuple(range(8))]
 
 
 class Drafted(NamedTuple):

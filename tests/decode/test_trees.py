@@ -21,7 +21,7 @@ from tests.targets.trees import branch
 
 ROWS = (6, 1, 2)
 # Batches in between: test_parity.py.
-BATCHES = [(2,), tuple(range(8))]
+BATCHES = [(2,), (6, 1, 2), tuple(range(8))]
 
 
 @pytest.mark.parametrize("rows", BATCHES)
