@@ -30,7 +30,6 @@ from tests.targets import reference
 from tests.tolerances import MODEL, assert_close
 
 TOKENS = 4
-# Batches in between: test_parity.py.
 BATCHES = [(2,), (6, 1, 2), tuple(range(8))]
 
 

@@ -32,7 +32,6 @@ SHAPES: dict[str, Any] = {
     "chain": {"draft_tokens": 4},
     "tree": {"draft_tokens": 9, "draft_top_k": 3, "draft_depth": 3},
 }
-# Batches in between: test_parity.py.
 BATCHES = [(2,), (6, 1, 2), tuple(range(8))]
 
 

@@ -20,7 +20,6 @@ from tests.targets.meaning import assert_same_meaning
 from tests.targets.trees import branch
 
 ROWS = (6, 1, 2)
-# Batches in between: test_parity.py.
 BATCHES = [(2,), (6, 1, 2), tuple(range(8))]
 
 
