@@ -70,7 +70,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     drafter.check_fit(target.config)
     if isinstance(drafter, DFlash):
         warn_of_ordinary_mask(drafter, encoder.tokenizer)
-        drafter = _with_kernels(drafter, kernels)
+        drafter = with_kernels(drafter, kernels)
     plain = Plan(target, NoDraft(), stop_ids(folder, encoder.eos_id), encoder.vocabulary)
     rows, held_out = prepare(plain, target_params, encoder, config)
 
@@ -100,7 +100,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     return figures
 
 
-def _with_kernels(drafter: DFlash, kernels: Kernels) -> DFlash:
+def with_kernels(drafter: DFlash, kernels: Kernels) -> DFlash:
     """The draft with kernels for its attention, if that has a gradient.
 
     Raises:

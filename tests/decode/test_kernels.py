@@ -14,6 +14,7 @@ from mmflash_jax.decode.step import step
 from mmflash_jax.drafters.narrowed import Narrowed
 from mmflash_jax.load import load_target
 from mmflash_jax.targets.gemma4 import Gemma4
+from pallas_kernels import parts
 from tests import tiny, tiny_gemma4
 from tests.decode.running import answers
 from tests.drafts import draft_for, random_params
@@ -38,6 +39,16 @@ GEMMA4 = {
 }
 
 quick_step = quick_jit(step, static_argnames="plan")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def products_in_parts():
+    """As those of a full-size model are, whose inner axes are longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "LEAST_PART", 16)
+        patch.setattr(parts, "TILE_INNER", 16)
+        assert parts.number_of_parts(8, 64, 64) == 4
+        yield
 
 
 @pytest.fixture(scope="module", params=["qwen35", "gemma4"])

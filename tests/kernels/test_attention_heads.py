@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from mmflash_jax.layers.cache import may_write_first
-from pallas_kernels import KernelError, attention_heads, block_attention, write_rows
+from pallas_kernels import KernelError, attention_heads, block_attention, choose, write_rows
+from pallas_kernels.attention_heads import splits
 from pallas_kernels.attention_heads.cases import SMALL
 from tests.tolerances import HEADS, assert_close
 
@@ -89,6 +90,14 @@ def test_what_cannot_be_done_is_said():
         attention_heads(**(given | {name: given[name][:, :16] for name in "qkv"}), **case.options)
     with pytest.raises(ValueError, match="need queries"):
         attention_heads(**(given | {"v": None}), **case.options)
+
+
+def test_only_few_rows_are_wanted_in_parts(monkeypatch):
+    monkeypatch.setattr(choose, "platform", lambda: "gpu")
+    wanted = [(1, 3072, 8), (32, 6144, 4), (16, 10240, 2), (33, 3072, 1)]
+    for rows, columns, number in wanted:
+        assert splits(rows, 2560, columns, 256, jnp.bfloat16, "auto") == number
+    assert splits(16, 2560, 3072, 256, jnp.bfloat16, "reference") == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

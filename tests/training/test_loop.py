@@ -146,7 +146,7 @@ def test_other_settings_are_refused_by_name(runs, finished, change, message):
 
 def test_what_only_concerns_writing_may_change(runs, finished, tmp_path):
     (tmp_path / "moved").symlink_to(finished)
-    change = {"log_every": 7, "save_every": 3, "keep": 1, "eval_prompts": 1}
+    change = {"log_every": 7, "save_every": 3, "keep": 1, "eval_prompts": 1, "kernels": "auto"}
     runs.fit(runs.config(tmp_path / "moved", optimiser={"steps": 2}, **change))
 
 

@@ -30,11 +30,12 @@ from mmflash_jax.training.step import (
     target_features,
     train_step,
 )
-from mmflash_jax.training.trainer import draft_config, media_features
+from mmflash_jax.training.trainer import draft_config, media_features, with_kernels
 from mmflash_jax.weights.hf_config import ConfigError
 from tests import tiny
 from tests.drafts import anchor_of, draft_for, random_params, two_layer_target
 from tests.tolerances import MODEL, assert_close
+from tests.training import toy
 
 ROW_LENGTH = 96
 SHAPE = DraftShape(
@@ -250,3 +251,14 @@ def test_a_mask_that_text_holds_too_is_warned_of(setup, folder, caplog, mask, wa
     """D16."""
     warn_of_ordinary_mask(draft_for(folder, mask_token_id=mask), setup.encoder.tokenizer)
     assert ("a token of ordinary text" in caplog.text) is warned
+
+
+def test_a_draft_whose_attention_has_no_gradient_says_so_at_once(caplog):
+    """Two query heads share a key head, so blocks of 128 tokens have 256 query rows for each."""
+    small = toy.drafter()
+    assert with_kernels(small, "interpret").kernels == "interpret"
+    large = dataclasses.replace(small, config=dataclasses.replace(small.config, block_size=128))
+    with pytest.raises(ConfigError, match="kernels is gpu, but a block has 256 query rows"):
+        with_kernels(large, "gpu")
+    assert with_kernels(large, "auto").kernels == "reference"
+    assert "256 query rows" in caplog.text
