@@ -11,8 +11,8 @@ from typing import Literal
 
 import tyro
 
-from mmflash_jax.config import TrainConfig
 from mmflash_jax.config_files import find_config, read_yaml
+from mmflash_jax.config_train import TrainConfig
 
 
 @dataclass(frozen=True)

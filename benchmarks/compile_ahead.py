@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.prepared import Loaded
-from mmflash_jax.config import TrainConfig
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.engine.offline import Completion
 from mmflash_jax.evaluation.batch import Session

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.methods import DEPTH, TOP_K
-from mmflash_jax.config import TrainConfig, VisualConfig
 from mmflash_jax.config_files import as_values, find_config, read_yaml
+from mmflash_jax.config_train import TrainConfig, VisualConfig
 from mmflash_jax.engine.journal import Journal
 from mmflash_jax.evaluation.evaluate_config import EvaluateConfig
 

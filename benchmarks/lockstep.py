@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.prepared import Loaded, Prepared
-from mmflash_jax.config import TrainConfig, VisualConfig
+from mmflash_jax.config_train import TrainConfig, VisualConfig
 from mmflash_jax.evaluation.visual import share_of_top
 from mmflash_jax.load import default_dtype
 from mmflash_jax.training.data import Batch, Row, collate

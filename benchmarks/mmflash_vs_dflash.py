@@ -29,8 +29,8 @@ from benchmarks import mmflash_report
 from benchmarks.lockstep import Lockstep
 from benchmarks.prepared import Loaded, Prepared, prepare_rows
 from mmflash_jax.compilation import keep_compiled_programs
-from mmflash_jax.config import TrainConfig, VisualConfig
 from mmflash_jax.config_files import find_config, read_yaml
+from mmflash_jax.config_train import TrainConfig, VisualConfig
 from mmflash_jax.evaluation import report
 from mmflash_jax.evaluation.records import commit as commit_here
 from mmflash_jax.load import default_dtype

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks import shapes
-from mmflash_jax.config import ObjectiveConfig
+from mmflash_jax.config_train import ObjectiveConfig
 from mmflash_jax.drafters import DFlash, Heads
 from mmflash_jax.training.objective import block_loss, chunk_blocks
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from mmflash_jax.config import TrainConfig, VisualConfig
+from mmflash_jax.config_train import TrainConfig, VisualConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.prompts import PromptEncoder, Request

@@ -24,7 +24,7 @@ import numpy as np
 import tyro
 
 from benchmarks.full_size import random_prompt
-from mmflash_jax.config import ObjectiveConfig, OptimiserConfig
+from mmflash_jax.config_train import ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.drafters.dflash import DFlash
 from mmflash_jax.evaluation.report import describe_device, versions

@@ -1,4 +1,4 @@
-"""Settings from YAML files and command-line flags, into the dataclasses of `config.py` and back."""
+"""Settings from YAML files and flags of the command line, into the dataclasses of `config*.py`."""
 
 import dataclasses
 import math

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import mmflash_report
 from benchmarks.lockstep import Lockstep, collate_apart
-from mmflash_jax.config import MTPShape
+from mmflash_jax.config_drafts import MTPShape
 from mmflash_jax.drafters import DFlash
 from mmflash_jax.training.step import Recipe, make_optimiser
 from mmflash_jax.training.trainer import new_drafter

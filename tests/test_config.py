@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mmflash_jax.config import (
-    ChartData,
-    DraftShape,
-    FileData,
-    MTPShape,
-    SamplingSettings,
-    ServeConfig,
-    TrainConfig,
-)
+from mmflash_jax.config import SamplingSettings, ServeConfig
+from mmflash_jax.config_drafts import DraftShape, MTPShape
 from mmflash_jax.config_files import as_values, build, find_config, read_yaml
+from mmflash_jax.config_train import ChartData, FileData, TrainConfig
 from mmflash_jax.weights.hf_config import ConfigError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

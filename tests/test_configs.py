@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from benchmarks import shapes
-from mmflash_jax.config import DraftShape, TrainConfig
+from mmflash_jax.config_drafts import DraftShape
 from mmflash_jax.config_files import find_config, read_yaml
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.registry import PAIRS
 from mmflash_jax.weights.hf_config import ConfigError
 

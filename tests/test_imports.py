@@ -19,6 +19,8 @@ RANK = {
     "sharding": 2,
     "registry": 2,
     "config": 3,
+    "config_drafts": 4,
+    "config_train": 5,
     "config_files": 4,
     "towers": 3,
     "drafters": 3,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmflash_jax.config import Ablation
+from mmflash_jax.config_train import Ablation
 from mmflash_jax.engine.images import open_image
 from mmflash_jax.engine.prompts import Message, Request
 from mmflash_jax.weights.hf_config import ConfigError

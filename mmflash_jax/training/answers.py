@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mmflash_jax.config import FileData, TrainConfig
+from mmflash_jax.config_train import FileData, TrainConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.engine.journal import Journal
 from mmflash_jax.engine.offline import Completion, answer

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from mmflash_jax.config import TrainConfig
 from mmflash_jax.config_files import as_values
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.training.step import TrainState
 from mmflash_jax.weights.hf_config import ConfigError
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from mmflash_jax.config import ChartData, FileData, SamplingSettings
+from mmflash_jax.config import SamplingSettings
+from mmflash_jax.config_train import ChartData, FileData
 from mmflash_jax.decode.buckets import bucket
 from mmflash_jax.decode.prefill import extend
 from mmflash_jax.decode.records import Prompt

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmflash_jax.config import TrainConfig, VisualConfig
+from mmflash_jax.config_train import TrainConfig, VisualConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import Drafter
 from mmflash_jax.engine.offline import Answers

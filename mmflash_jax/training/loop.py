@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from mmflash_jax.config import TrainConfig
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.sharding import make_training_mesh, place, replicated, split_largest_axis

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from mmflash_jax.config import ObjectiveConfig
+from mmflash_jax.config_train import ObjectiveConfig
 from mmflash_jax.drafters import DFlash, Eagle3, Heads, Qwen35MTP
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.training.blocks import (

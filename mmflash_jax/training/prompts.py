@@ -8,7 +8,7 @@ from typing import Any, overload
 import numpy as np
 from tqdm import tqdm
 
-from mmflash_jax.config import ChartData, FileData
+from mmflash_jax.config_train import ChartData, FileData
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.engine.prompt_files import Line, read_requests
 from mmflash_jax.engine.prompts import PromptEncoder, PromptError, Request

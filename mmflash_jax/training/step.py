@@ -14,7 +14,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from mmflash_jax.config import ObjectiveConfig, OptimiserConfig
+from mmflash_jax.config_train import ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.decode.step import borrow_heads
 from mmflash_jax.layers.schema import Params

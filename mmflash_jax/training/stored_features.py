@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 
-from mmflash_jax.config import TrainConfig
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.engine.journal import Journal
 from mmflash_jax.layers.schema import Params

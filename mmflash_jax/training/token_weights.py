@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmflash_jax.config import VisualConfig
+from mmflash_jax.config_train import VisualConfig
 
 GROUP_SHARE = 0.2
 """Share of a sample's tokens in the group of high scores."""

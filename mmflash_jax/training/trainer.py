@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.config import DraftShape, Eagle3Shape, MTPShape, TrainConfig
+from mmflash_jax.config_drafts import DraftShape, Eagle3Shape, MTPShape
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.decode.prefill import IMAGES_AT_ONCE, encode_media
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import DFlash, Eagle3, NoDraft, Qwen35MTP

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from mmflash_jax.config import TrainConfig
 from mmflash_jax.config_files import build
+from mmflash_jax.config_train import TrainConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import load_target

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mmflash_jax.config import GenerateConfig, TrainConfig
 from mmflash_jax.config_files import build
+from mmflash_jax.config_train import GenerateConfig, TrainConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import FitError, NoDraft
 from mmflash_jax.engine.prompts import PromptEncoder

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmflash_jax.config import ObjectiveConfig
+from mmflash_jax.config_train import ObjectiveConfig
 from mmflash_jax.training.blocks import at_anchors, document_starts
 from mmflash_jax.training.objective import block_loss
 from tests.tolerances import LAYER, assert_close

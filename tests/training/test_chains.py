@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmflash_jax.config import ObjectiveConfig, TrainConfig
 from mmflash_jax.config_files import build
+from mmflash_jax.config_train import ObjectiveConfig, TrainConfig
 from mmflash_jax.drafters import Anchor, Context, Eagle3, Heads, Qwen35MTP
 from mmflash_jax.load import load_drafter, load_target
 from mmflash_jax.training import loop

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mmflash_jax.config import ChartData, FileData, SamplingSettings
+from mmflash_jax.config import SamplingSettings
+from mmflash_jax.config_train import ChartData, FileData
 from mmflash_jax.decode.records import Prompt
 from mmflash_jax.engine.prompts import PromptEncoder, Request
 from mmflash_jax.load import load_target

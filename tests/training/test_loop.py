@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from mmflash_jax.config import ObjectiveConfig, OptimiserConfig
+from mmflash_jax.config_train import ObjectiveConfig, OptimiserConfig
 from mmflash_jax.training import loop
 from mmflash_jax.training.feed import batches
 from mmflash_jax.training.loop import Stopped

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmflash_jax.config import ObjectiveConfig
+from mmflash_jax.config_train import ObjectiveConfig
 from mmflash_jax.drafters import Heads
 from mmflash_jax.training import objective
 from mmflash_jax.training.blocks import sample_anchors

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.config import ObjectiveConfig, OptimiserConfig
+from mmflash_jax.config_train import ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.offline import answer

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmflash_jax.config import VisualConfig
 from mmflash_jax.config_files import build
+from mmflash_jax.config_train import VisualConfig
 from mmflash_jax.training.token_weights import into_box, supervised_tokens, token_weights
 from mmflash_jax.weights.hf_config import ConfigError
 

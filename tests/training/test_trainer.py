@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmflash_jax.config import DraftShape, ObjectiveConfig, OptimiserConfig
+from mmflash_jax.config_drafts import DraftShape
+from mmflash_jax.config_train import ObjectiveConfig, OptimiserConfig
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan, Prompt

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmflash_jax.config import VisualConfig
+from mmflash_jax.config_train import VisualConfig
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.demo.corpus import ChartExample, sample_examples
 from mmflash_jax.drafters import NoDraft

@@ -9,13 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmflash_jax.config import (
-    ChartData,
-    DraftShape,
-    GenerateConfig,
-    TrainConfig,
-    VisualConfig,
-)
+from mmflash_jax.config_drafts import DraftShape
+from mmflash_jax.config_train import ChartData, GenerateConfig, TrainConfig, VisualConfig
 from mmflash_jax.decode.records import Plan, Prompt
 from mmflash_jax.drafters import NoDraft
 from mmflash_jax.engine.prompts import PromptEncoder, Request

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from mmflash_jax.config import ObjectiveConfig
+from mmflash_jax.config_train import ObjectiveConfig
 from mmflash_jax.drafters import DFlash, Heads
 from mmflash_jax.training.objective import block_loss
 from tests.drafts import anchor_of, random_params
