@@ -110,6 +110,13 @@ def _delta_runs(case: delta_cases.Case, batch: int, tiles: bool) -> dict[str, di
     return runs
 
 
+def _in_parts(rows: Any, matrix: Any, number: int) -> Any:
+    """As `layers.linear.projected` makes them of a projection."""
+    if number > 1:
+        return product_parts(rows, matrix, number)
+    return dot_general(rows, matrix, (((1,), (0,)), ((), ())))[None]
+
+
 def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Trial]:
     """Reference and kernel behind the product that makes their input, as in a layer, which takes
     the most of the time; the caches of `LAYERS` layers."""
@@ -143,12 +150,7 @@ def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Tr
                 x, made = carry
                 after = []
                 for layer, weight, (k, v) in zip(layers, weights, made, strict=True):
-                    rows = x.reshape(-1, width)
-                    product = (
-                        product_parts(rows, weight, number[kernels])
-                        if number[kernels] > 1
-                        else dot_general(rows, weight, (((1,), (0,)), ((), ())))[None]
-                    )
+                    product = _in_parts(x.reshape(-1, width), weight, number[kernels])
                     parts = jnp.split(product, np.cumsum(sizes)[:-1], axis=-1)
                     given = layer | dict(zip("qkv", parts, strict=False), angles=angles)
                     if case.S:
@@ -223,10 +225,7 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
 
             def add(x: Any, inputs: Any, matrix: Any, norms: Any, splits: int = splits) -> Any:
                 norm, post = norms
-                if splits > 1:
-                    parts = product_parts(inputs, matrix, splits)
-                else:
-                    parts = dot_general(inputs, matrix, (((1,), (0,)), ((), ())))[None]
+                parts = _in_parts(inputs, matrix, splits)
                 return residual_norm(
                     x, parts, norm, post=post, kernels="gpu" if splits else "reference"
                 )

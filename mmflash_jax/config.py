@@ -157,11 +157,18 @@ class ServeConfig(SamplingSettings):
             raise ConfigError(f"port is {self.port}, it must be from 0 to 65535")
         if self.image_root is not None and not self.image_root.is_dir():
             raise ConfigError(f"image_root is {self.image_root}, there is no such folder")
-        if self.model_parallel > 1 and self.kernels in ("gpu", "interpret"):
-            raise ConfigError(
-                f"kernels is {self.kernels} and model_parallel is {self.model_parallel}, but a "
-                "kernel is one device's; use kernels auto or reference"
-            )
+        if self.model_parallel > 1:
+            why = f"model_parallel is {self.model_parallel}, but a kernel is one device's"
+            no_named_kernels(self.kernels, why)
+
+
+def no_named_kernels(kernels: Kernels, why: str) -> None:
+    """
+    Raises:
+        ConfigError: kernels are asked for by name, where they cannot run.
+    """
+    if kernels in ("gpu", "interpret"):
+        raise ConfigError(f"kernels is {kernels} and {why}; use kernels auto or reference")
 
 
 def positive(config: Any, *names: str) -> None:

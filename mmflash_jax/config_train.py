@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from mmflash_jax.config import Dtype, FileKind, Kernels, SamplingSettings, not_negative, positive
+from mmflash_jax.config import (
+    Dtype,
+    FileKind,
+    Kernels,
+    SamplingSettings,
+    no_named_kernels,
+    not_negative,
+    positive,
+)
 from mmflash_jax.config_drafts import DraftShape, Eagle3Shape, MTPShape
 from mmflash_jax.weights.hf_config import ConfigError
 
@@ -226,17 +234,11 @@ class TrainConfig:
                 f"optimiser.batch is {self.optimiser.batch}, it must be a multiple of the "
                 f"{self.mesh.devices} devices of mesh"
             )
-        named = self.kernels in ("gpu", "interpret")
-        if named and self.mesh.devices > 1:
-            raise ConfigError(
-                f"kernels is {self.kernels} and mesh has {self.mesh.devices} devices, but a kernel "
-                "is one device's; use kernels auto or reference"
-            )
-        if named and isinstance(self.draft, Eagle3Shape):
-            raise ConfigError(
-                f"kernels is {self.kernels} and draft.kind is eagle3, whose trees no kernel takes; "
-                "use kernels auto or reference"
-            )
+        if self.mesh.devices > 1:
+            why = f"mesh has {self.mesh.devices} devices, but a kernel is one device's"
+            no_named_kernels(self.kernels, why)
+        if isinstance(self.draft, Eagle3Shape):
+            no_named_kernels(self.kernels, "draft.kind is eagle3, whose trees no kernel takes")
         if self.objective.anchors > self.row_length:
             raise ConfigError(
                 f"objective.anchors is {self.objective.anchors}, a row of row_length "

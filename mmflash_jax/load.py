@@ -33,6 +33,14 @@ def _by_architecture(folder: Path, known: dict[str, Any]) -> tuple[Any, dict[str
     raise ConfigError(f"{folder}: architectures is {names}, known here: {sorted(known)}")
 
 
+def kernels_over(devices: int, kernels: Kernels) -> Kernels:
+    """What "auto" stands for: a kernel is one device's, and XLA splits the reference over more."""
+    if devices == 1 or kernels != "auto":
+        return kernels
+    log.info("kernels: reference, over %d devices", devices)
+    return "reference"
+
+
 def load_target(
     folder: Path, dtype: str, mesh: Mesh | None = None, *, kernels: Kernels = "reference"
 ) -> tuple[Target, Params]:

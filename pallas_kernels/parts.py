@@ -4,7 +4,12 @@ Few rows give too few tiles to keep a card busy. Whoever takes a product's parts
 XLA splits a product by itself, that takes a launch.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -31,6 +36,12 @@ def number_of_parts(rows: int, width_in: int, width_out: int) -> int:
             break
         parts *= 2
     return parts
+
+
+def summed(load: Callable[[Any], Array], number: int) -> Array:
+    """The fp32 sum of what `load` gives for each part, inside a kernel."""
+    shares = [load(part).astype(jnp.float32) for part in np.arange(number, dtype=np.int32)]
+    return functools.reduce(jnp.add, shares)
 
 
 def check_rows(parts: Float[Array, "S P N"], rows: int, op: str) -> None:

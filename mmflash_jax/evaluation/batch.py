@@ -29,6 +29,7 @@ from mmflash_jax.evaluation.resume import from_line, journal_of, to_line
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
+    kernels_over,
     load_drafter,
     load_target,
     stop_ids,
@@ -59,11 +60,7 @@ def load(config: ServeConfig, beside: Session | None = None) -> Session:
     dtype = default_dtype() if config.dtype == "auto" else config.dtype
     folder, draft_folder = pair(config.target, config.draft)
     mesh = make_mesh(config.model_parallel) if config.model_parallel > 1 else None
-    kernels = config.kernels
-    if mesh is not None and kernels == "auto":
-        # A kernel is one device's; XLA splits the reference over a mesh.
-        kernels = "reference"
-        log.info("kernels: reference, over %d devices", config.model_parallel)
+    kernels = kernels_over(config.model_parallel, config.kernels)
     if beside is None:
         target, target_params = load_target(folder, dtype, mesh, kernels=kernels)
     else:

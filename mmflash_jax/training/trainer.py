@@ -25,6 +25,7 @@ from mmflash_jax.evaluation.plots import plot_run
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.load import (
     default_dtype,
+    kernels_over,
     load_drafter,
     load_target,
     stop_ids,
@@ -63,7 +64,7 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, Any]:
     # Before anything that takes time: settings that differ from those of the checkpoint.
     checkpoints = Checkpoints(config, dtype)
     folder, _ = pair(config.target, "none")
-    kernels = config.kernels if config.mesh.devices == 1 else "reference"
+    kernels = kernels_over(config.mesh.devices, config.kernels)
     target, target_params = load_target(folder, dtype, kernels=kernels)
     encoder = PromptEncoder.from_checkpoint(folder, target)
     # A draft that does not fit costs no time either.

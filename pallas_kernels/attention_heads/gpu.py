@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -22,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.attention_heads.reference import HeadRows, Slots, turns
 from pallas_kernels.norm import Norm, weigh
+from pallas_kernels.parts import summed
 
 # Numbers that a program holds: enough programs for all processors at batch 1.
 SHARE = 1024
@@ -101,11 +101,11 @@ def _head(
 
     def load(place: Array) -> Array:
         columns, mask = (column + place)[None, :], _wide(real, shape)
-        shares = [
-            plt.load(product.at[share, row, columns], mask=mask, other=0.0).astype(jnp.float32)
-            for share in np.arange(product.shape[0], dtype=np.int32)
-        ]
-        return functools.reduce(jnp.add, shares).astype(sizes.dtype)
+
+        def share(number: Any) -> Array:
+            return plt.load(product.at[number, row, columns], mask=mask, other=0.0)
+
+        return summed(share, product.shape[0]).astype(sizes.dtype)
 
     x, weight_ref = load(place), inputs.get(f"{part.name}_weight")
     factor = jnp.ones((sizes.rows,), jnp.float32)

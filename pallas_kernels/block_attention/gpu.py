@@ -200,7 +200,7 @@ def _launch(
     with_lse: bool = False,
 ) -> Sequence[Array]:  # fmt: skip
     """Outputs `[R, T, K, G, H]`, and `with_lse` the logarithms (of two) of the softmax's sums
-    `[R, K, rows]`; of several splits both, each split's own, before their merge."""
+    `[R, K, rows]`; of several splits always both, each split's own, before their merge."""
     q, k_cache, v_cache, k_block, v_block, length = arguments
     R, T, N, H = q.shape
     B, K, S = k_cache.shape[:3]
@@ -213,7 +213,7 @@ def _launch(
     block, grouped = of_block(K, T, None, H), of_block(K, T, None, G, H)
     split_specs: list[Any] = [grouped]
     split_types = [jax.ShapeDtypeStruct((R, T, K, G, H), v_block.dtype)]
-    if with_lse and tile.splits == 1:
+    if with_lse:
         split_specs.append(of_head(K, rows))
         split_types.append(jax.ShapeDtypeStruct((R, K, rows), jnp.float32))
     if tile.splits > 1:

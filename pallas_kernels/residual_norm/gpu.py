@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choose import PROCESSORS
 from pallas_kernels.norm import Norm, weigh
+from pallas_kernels.parts import summed
 
 # Warps of a program: where every processor has a row at most, and where there are more.
 FEW_ROWS_WARPS, WARPS = 16, 4
@@ -85,10 +85,10 @@ def _row(plan: _Plan, x_ref: Any, parts_ref: Any, *refs: Any) -> None:
     before = _load(x_ref)
 
     def total(at: Any) -> Array:
-        parts = np.arange(parts_ref.shape[0], dtype=np.int32)
-        loaded = [plt.load(parts_ref.at[part, at]).astype(wide) for part in parts]
         # Rounded as a product's result is.
-        return functools.reduce(jnp.add, loaded).astype(dtype)
+        return summed(lambda part: plt.load(parts_ref.at[part, at]), parts_ref.shape[0]).astype(
+            dtype
+        )
 
     strips = _strips(x_ref)
     added = [total(at) for at in strips]
