@@ -1,6 +1,7 @@
 """What a server measures, in Prometheus's terms; names follow vLLM's where it has one."""
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +29,7 @@ class Measured(Protocol):
 class Metrics:
     """Counters of one engine, in a registry of their own."""
 
-    def __init__(self, block: int):
+    def __init__(self, block: int, *, running: Callable[[], int], waiting: Callable[[], int]):
         self.registry = CollectorRegistry()
         self.registry.register(_Device())
         self._block = block
@@ -37,8 +38,11 @@ class Metrics:
         def make(kind: Any, name: str, text: str, **more: Any) -> Any:
             return kind(f"mmflash_{name}", text, registry=self.registry, **more)
 
-        self._running = make(Gauge, "requests_running", "Requests in a slot or in prefill.")
-        self._waiting = make(Gauge, "requests_waiting", "Requests in the queue.")
+        # Asked when somebody reads them: a turn that takes long does not make them old.
+        now = make(Gauge, "requests_running", "Requests in a slot or in prefill.")
+        now.set_function(running)
+        now = make(Gauge, "requests_waiting", "Requests in the queue.")
+        now.set_function(waiting)
         self._finished = make(
             Counter, "requests_finished", "Requests by how they ended.", labelnames=["reason"]
         )
@@ -76,10 +80,6 @@ class Metrics:
     def warmed_up(self) -> None:
         """From here on no program should be compiled."""
         self._baseline = compiled_programs()
-
-    def turn(self, running: int, waiting: int) -> None:
-        self._running.set(running)
-        self._waiting.set(waiting)
 
     def width(self, width: int, steps: int) -> None:
         """The last turn took `steps` steps that verified `width` tokens of a block."""

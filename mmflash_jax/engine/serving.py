@@ -76,11 +76,12 @@ class Engine:
         queue: int = 64,
         prefill: int = 2048,
         run_s: float | None = None,
-        metrics: Metrics | None = None,
     ):
         self.plan, self.params, self.shape, self.queue = plan, params, shape, queue
         self._prefill_tokens, self._run_s = prefill, run_s
-        self.metrics = metrics or Metrics(plan.drafter.block)
+        self.metrics = Metrics(
+            plan.drafter.block, running=lambda: self.occupied, waiting=lambda: self.waiting
+        )
         self.failure: BaseException | None = None
         self.beat = time.monotonic()
         self._paces = shape.paces or ((shape.slots, plan.drafter.block),)
@@ -249,7 +250,6 @@ class Engine:
         self._free(ended)
         if not any(self._slots):
             self._last = None
-        self.metrics.turn(self.occupied, self.waiting)
 
     def _will_prefill(self, last: _Run) -> bool:
         """Whether a prompt is on its way in, or waits and finds room after the last run."""
@@ -279,29 +279,33 @@ class Engine:
                 and len(self._prefills) < PREFILLS_AT_ONCE
                 and self.occupied < self.shape.slots
             ):
-                ticket = self._waiting.popleft()
+                ticket = self._waiting[0]
                 self._prefills.append(_Prefill(ticket, self._pieces.prefill(ticket.prompt)))
+                self._waiting.popleft()
 
     def _prefill(self, tokens: int) -> None:
         """Work on prompts in turns, one piece each, until about `tokens` are done."""
         while self._prefills and tokens > 0:
-            one = self._prefills.popleft()
+            # It stays in the queue meanwhile: others ask whether the engine is at work.
+            one = self._prefills[0]
             try:
                 done, row = next(one.pieces)
             except Exception as error:
                 # Nothing of the running state was touched: the others go on.
                 log.exception("a prompt failed")
+                self._prefills.popleft()
                 self._fail(one.ticket, f"the prompt failed: {type(error).__name__}")
                 self._begin_prefills()
                 continue
             tokens -= done
             if row is None:
-                self._prefills.append(one)
+                self._prefills.rotate(-1)
                 continue
             self.metrics.prefilled(len(one.ticket.prompt.ids))
             slot = self._slots.index(None)
             # First, so that a failure below finds the request and tells it.
             self._slots[slot] = one.ticket
+            self._prefills.popleft()
             self._state = insert(self.plan, self._state, row, np.int32(slot))
             self._begin_prefills()
 
@@ -380,6 +384,9 @@ class Engine:
         self.metrics.gained(ticket, new, committed)
         ticket.seen += new
         ticket.committed = committed
+        if reason is not None:
+            # Before the answer is out: who has it may read the counters.
+            self.metrics.finished(reason)
         _deliver(
             ticket,
             Update(
@@ -391,8 +398,6 @@ class Engine:
                 committed=tuple(int(count) for count in committed),
             ),
         )
-        if reason is not None:
-            self.metrics.finished(reason)
         return reason is not None
 
     def _free(self, slots: list[int]) -> None:
@@ -415,8 +420,8 @@ class Engine:
                 self._fail(ticket, why)
 
     def _fail(self, ticket: Ticket, why: str) -> None:
-        _deliver(ticket, Update(finish_reason="error", error=why))
         self.metrics.finished("error")
+        _deliver(ticket, Update(finish_reason="error", error=why))
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:

@@ -285,6 +285,27 @@ def test_a_loop_that_hangs_is_seen(setup):
     engine.stop(patience_s=60)
 
 
+def test_a_prompt_that_hangs_is_seen(setup, monkeypatch):
+    """C05 once more: nothing decodes and nothing waits, and still the engine is at work."""
+    engine, go_on = Engine(setup.plan, setup.params, SHAPE), threading.Event()
+    pieces = type(engine._pieces)
+    prefill = pieces.prefill
+
+    def hang(self, prompt):
+        go_on.wait(60)
+        yield from prefill(self, prompt)
+
+    monkeypatch.setattr(pieces, "prefill", hang)
+    inbox = Inbox()
+    engine.submit(setup.prompts[0], inbox)
+    engine.start()
+    wait_until(lambda: "has not finished a turn" in str(engine.stuck(0.2)))
+    assert engine.metrics.registry.get_sample_value("mmflash_requests_running") == 1
+    go_on.set()
+    assert inbox.wait().ids == setup.plain[0]
+    engine.stop(patience_s=60)
+
+
 def test_a_short_prompt_overtakes_a_long_one(setup):
     """Prompts are prefilled in turns, a chunk at a time; what decodes goes on meanwhile."""
     engine, told = Engine(setup.plan, setup.params, SHAPE, prefill=32), []

@@ -257,6 +257,8 @@ def test_connections_that_drop_free_their_slots(served):
 
 def test_metrics_and_health(served):
     served.chat(QUESTION, CHARTS[0])
+    # An answer is out a moment before its slot is free.
+    wait_until(served.idle)
     with urllib.request.urlopen(f"{served.url}/health") as answer:
         assert json.load(answer) == {"status": "ok"}
     with urllib.request.urlopen(f"{served.url}/metrics") as answer:
