@@ -11,15 +11,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmflash_jax.layers.linear import dot_general, product_parts
-from pallas_kernels import attention_heads, block_attention, gated_delta_step, residual_norm
+from pallas_kernels import (
+    attention_heads,
+    block_attention,
+    gated_delta_step,
+    gated_product,
+    residual_norm,
+)
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.attention_heads import splits as parts_of_heads
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu_tile as attention_tile
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_delta import gpu as delta_gpu
+from pallas_kernels.gated_product import cases as gated_cases
+from pallas_kernels.gated_product import gpu as gated_gpu
+from pallas_kernels.norm import Norm
 from pallas_kernels.parts import number_of_parts
+from pallas_kernels.product import product, product_parts
 from pallas_kernels.residual_norm import cases as norm_cases
 
 LAYERS = 8
@@ -114,7 +123,7 @@ def _in_parts(rows: Any, matrix: Any, number: int) -> Any:
     """As `layers.linear.projected` makes them of a projection."""
     if number > 1:
         return product_parts(rows, matrix, number)
-    return dot_general(rows, matrix, (((1,), (0,)), ((), ())))[None]
+    return product(rows, matrix)[None]
 
 
 def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Trial]:
@@ -244,4 +253,50 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
             described = {"case": case.name, "rows": rows, "tile": name, "own choice": own}
             moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
             trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
+    return trials
+
+
+def _gated_tiles(rows: int, case: gated_cases.Case) -> list[Any]:
+    own = gated_gpu.own_tile(rows, case.width_in, case.columns, jnp.bfloat16)
+    changes: list[dict[str, int]] = [{}, {"columns": 32}, {"inner": 128, "stages": 3}]
+    changes += [{"columns": 32, "inner": 128}, {"columns": 32, "inner": 256, "stages": 3}]
+    changes += [{"stages": 6}, {"warps": 8}, {"columns": 128, "warps": 8, "stages": 3}]
+    return [dataclasses.replace(own, **change) for change in changes]
+
+
+def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    """A feed-forward layer, from its norm to the next, its inner half as XLA makes it and by the
+    kernel: what the down projection starts with is the other's end. Rows of plain decoding and of
+    blocks of 16; the weights of `LAYERS` layers."""
+    trials, width = [], case.width_in
+    for rows in (batch, 16 * batch):
+        x = jnp.ones((rows, width), jnp.bfloat16)
+        layers = []
+        for seed in range(LAYERS):
+            _, matrix, _ = case.arguments(jnp.bfloat16, seed)
+            down = jax.random.normal(jax.random.key(-1 - seed), (case.columns, width), x.dtype)
+            layers.append((matrix, down * case.columns**-0.5))
+        number = number_of_parts(rows, case.columns, width)
+        runs = {"reference": functools.partial(gated_product, activation=case.activation)}
+        for tile in _gated_tiles(rows, case) if arguments.tiles else [None]:
+            name = "own choice" if tile is None else str(dataclasses.astuple(tile))
+            runs[name] = functools.partial(
+                gated_gpu.gated_product, activation=case.activation, tile=tile
+            )
+        for name, run in runs.items():
+
+            def loop(steps: Any, x: Any, layers: Any, run: Any = run, number: int = number) -> Any:
+                def body(_: Any, carry: Any) -> Any:
+                    x, normed = carry
+                    for matrix, down in layers:
+                        parts = _in_parts(run(normed, matrix), down, number)
+                        norm = Norm(None, 1e-6, "plain")
+                        x, normed = residual_norm(x, parts, norm, kernels="gpu")
+                    return x, normed
+
+                return jax.lax.fori_loop(0, steps, body, (x, x))
+
+            described = {"case": f"mlp_{case.name}", "rows": rows, "tile": name}
+            moved = sum(weights.nbytes for weights in layers[0])
+            trials.append(Trial(jax.jit(loop), (x, layers), described, moved))
     return trials

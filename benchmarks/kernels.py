@@ -29,13 +29,21 @@ from benchmarks.kernel_trials import (
     Trial,
     attention_trials,
     delta_trials,
+    gated_trials,
     heads_trials,
     product_trials,
 )
-from pallas_kernels import attention_heads, block_attention, gated_delta_step, residual_norm
+from pallas_kernels import (
+    attention_heads,
+    block_attention,
+    gated_delta_step,
+    gated_product,
+    residual_norm,
+)
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.gated_delta import cases as delta_cases
+from pallas_kernels.gated_product import cases as gated_cases
 from pallas_kernels.residual_norm import cases as norm_cases
 
 ALLOWED = {"bfloat16": 1e-2, "float32": 1e-5}
@@ -120,6 +128,13 @@ def parity(arguments: Parity) -> bool:
             got, wanted = (run(*inputs, **options, kernels=k) for k in ("gpu", "reference"))
             pairs = zip(("stream", "norm"), got, wanted, strict=True)
             good &= _say(case.name, dtype, {n: _error(a, b) for n, a, b in pairs}, allowed)
+        for case in gated_cases.SERVED:
+            *arrays, activation = case.arguments(dtype, arguments.seed)
+            run = functools.partial(gated_product, activation=activation)
+            wanted = jax.jit(run)(*arrays)
+            _poison(wanted)
+            got = jax.jit(functools.partial(run, kernels="gpu"))(*arrays)
+            good &= _say(f"mlp_{case.name}", dtype, {"outputs": _error(got, wanted)}, allowed)
     return good
 
 
@@ -173,6 +188,7 @@ def measure(arguments: Time) -> list[dict[str, Any]]:
     makers: list[tuple[Sequence[Any], Any]] = [
         (heads_cases.SERVED, heads_trials), (attention_cases.SERVED, attention_trials),
         (delta_cases.SERVED, delta_trials), (norm_cases.PRODUCTS, product_trials),
+        (gated_cases.TIMED, gated_trials),
     ]  # fmt: skip
     for batch in arguments.batches:
         for cases, make in makers:

@@ -3,7 +3,8 @@
 Every folder holds the public function (`__init__.py`), its reference mathematics in plain
 `jax.numpy` (`reference.py`), which is right on every backend, a kernel (`gpu.py`) and inputs on
 which the two are compared (`cases.py`). `choose.py` says which of them runs, `norm.py` what an RMS
-norm is, `tree.py` what a tree of drafts is. The package imports nothing of `mmflash_jax`.
+norm is, `product.py` and `parts.py` how rows are multiplied, `tree.py` what a tree of drafts is,
+`tiles.py` what kernels cut their work into. The package imports nothing of `mmflash_jax`.
 """
 
 from pallas_kernels.attention_heads import (
@@ -23,6 +24,7 @@ from pallas_kernels.gated_delta import (
     gated_delta_step,
     gated_delta_tree,
 )
+from pallas_kernels.gated_product import gated_product
 from pallas_kernels.norm import Norm, rms_norm, rms_normalise
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.tree import ancestors_of, depths_of
@@ -44,6 +46,7 @@ __all__ = [
     "gated_delta_sequential",
     "gated_delta_step",
     "gated_delta_tree",
+    "gated_product",
     "residual_norm",
     "rms_norm",
     "rms_normalise",

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float
 from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
 from mmflash_jax.layers.cache import CachedKeys
 from mmflash_jax.layers.capture import AFTER_NORM
-from mmflash_jax.layers.linear import Embedding, linear, matmul_precision
+from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.mlp import GeGLU
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.rotary import proportional_angles
@@ -34,6 +34,7 @@ from mmflash_jax.weights import TRANSPOSE, Rule, mlp_projections
 from mmflash_jax.weights.gemma4_layers import Rotary, heads_of, layer_kinds, rotary_of
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
 from pallas_kernels import Kernels, apply_rotary, block_attention
+from pallas_kernels.product import matmul_precision
 
 
 @dataclass(frozen=True, kw_only=True)

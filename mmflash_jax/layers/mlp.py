@@ -1,20 +1,20 @@
 """Feed-forward layers."""
 
-import functools
-from collections.abc import Callable
+import math
 from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from mmflash_jax.layers.linear import linear
+from pallas_kernels import Kernels, gated_product
+from pallas_kernels.gated_product import Activation, activate, pays
 
 
 def gelu(x: Float[Array, "*batch F"], *, approximate: bool) -> Float[Array, "*batch F"]:
     """GELU, exact or in its tanh form, in fp32, rounded once, as torch computes it."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+    return activate(x, "gelu_tanh" if approximate else "gelu")
 
 
 class GatedMLP(nnx.Module):
@@ -24,16 +24,19 @@ class GatedMLP(nnx.Module):
     leaves that to a library it would join them anew in every step, a copy of all their weights.
     """
 
-    activation: ClassVar[Callable[[Array], Array]]
+    activation: ClassVar[Activation]
 
     def __init__(self, width: int, hidden: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.gate_up_proj = linear(width, 2 * hidden, dtype=dtype, rngs=rngs)
         self.down_proj = linear(hidden, width, dtype=dtype, rngs=rngs)
 
-    def inner(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
-        """What `down_proj` takes."""
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return type(self).activation(gate) * up
+    def inner(
+        self, x: Float[Array, "*batch D"], kernels: Kernels = "reference"
+    ) -> Float[Array, "*batch F"]:
+        """What `down_proj` takes; by the kernel with as many rows as it is worth it for."""
+        asked = kernels if pays(math.prod(x.shape[:-1])) else "reference"
+        matrix = self.gate_up_proj.kernel[...]
+        return gated_product(x, matrix, type(self).activation, kernels=asked)
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return self.down_proj(self.inner(x))
@@ -42,10 +45,10 @@ class GatedMLP(nnx.Module):
 class SwiGLU(GatedMLP):
     """With SiLU."""
 
-    activation = staticmethod(jax.nn.silu)
+    activation = "silu"
 
 
 class GeGLU(GatedMLP):
     """With the tanh form of GELU."""
 
-    activation = staticmethod(functools.partial(gelu, approximate=True))
+    activation = "gelu_tanh"

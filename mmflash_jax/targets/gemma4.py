@@ -166,7 +166,7 @@ class DecoderLayer(nnx.Module):
             post=self.post_attention_layernorm,
         )  # fmt: skip
         x, _ = add(
-            x, self.mlp.down_proj, self.mlp.inner(normed), None,
+            x, self.mlp.down_proj, self.mlp.inner(normed, kernels), None,
             post=self.post_feedforward_layernorm,
         )  # fmt: skip
         gate = gelu(self.per_layer_input_gate(x), approximate=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from mmflash_jax.layers.linear import matmul_precision
+from pallas_kernels.product import matmul_precision
 
 # Scores alive at once, fp32: 2^28 are 1 GiB. Above it queries are taken in chunks.
 MAX_SCORES = 2**28

@@ -19,19 +19,17 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_attention.gpu_rows import (
-    LEAST,
     Rule,
-    dot,
     load_rows,
     of_block,
     of_head,
-    power_of_two,
     rows_at,
     seen_block,
     seen_context,
     wide,
 )
 from pallas_kernels.block_attention.gpu_tile import Tile, own_tile
+from pallas_kernels.tiles import LEAST, dot, power_of_two
 
 # Finite, so that a split without keys never produces NaN through inf - inf.
 NOTHING = -1e30

@@ -18,18 +18,16 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
 
 from pallas_kernels.block_attention.gpu_rows import (
-    LEAST,
     Rule,
-    dot,
     load_rows,
     of_block,
     of_head,
-    power_of_two,
     rows_at,
     seen_block,
     seen_context,
     wide,
 )
+from pallas_kernels.tiles import LEAST, dot, power_of_two
 
 # Query rows of a block (tokens times query heads of a group) and width of a head that one program
 # can hold.

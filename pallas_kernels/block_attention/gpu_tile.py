@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels.block_attention.gpu_rows import LEAST, power_of_two
 from pallas_kernels.choose import PROCESSORS
+from pallas_kernels.tiles import LEAST, power_of_two
 
 MOST_SPLITS = 64
 # Up to so many splits a merge costs no more for every second of them being nearly empty.

@@ -19,9 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choose import PROCESSORS
 from pallas_kernels.gated_delta import gpu_block, gpu_token
 from pallas_kernels.gated_delta.gpu_inputs import Sizes
-
-# The smallest side of a tensor-core product.
-LEAST = 16
+from pallas_kernels.tiles import LEAST, power_of_two
 
 
 def obstacle(ring: Array, kernel: Array, state: Array, update: Array) -> str | None:
@@ -136,7 +134,7 @@ def gated_delta_step(
     vh, kd, vd = state.shape[1:]
     records = update.shape[2]
     sizes = Sizes(
-        T=T, records=records, P=1 if records == 1 else max(LEAST, 1 << (records - 1).bit_length()),
+        T=T, records=records, P=1 if records == 1 else max(LEAST, power_of_two(records)),
         taps=kernel.shape[0], slots=ring.shape[1], key_heads=key_heads, value_heads=vh, kd=kd,
         vd=vd, interpret=interpret,
     )  # fmt: skip

@@ -206,7 +206,7 @@ def test_a_single_row_is_a_product_of_two_on_a_gpu(monkeypatch):
         monkeypatch.undo()
         (_, wanted), shape_of_two = run(apply, one), run(apply, two)[0]
         assert math.prod(run(apply, one)[0]) == 8
-        monkeypatch.setattr("mmflash_jax.layers.linear.platform", lambda: "gpu")
+        monkeypatch.setattr("pallas_kernels.product.platform", lambda: "gpu")
         shape, got = run(apply, one)
         assert shape == (2, 8)
         assert run(apply, two)[0] == shape_of_two == two.shape

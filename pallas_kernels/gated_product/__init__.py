@@ -1,0 +1,44 @@
+"""The inner half of a gated feed-forward layer: both of its products and what joins them."""
+
+import math
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.choose import Kernels, implementation
+from pallas_kernels.gated_product import gpu, reference
+from pallas_kernels.gated_product.reference import Activation, activate
+
+__all__ = ["Activation", "activate", "gated_product", "pays"]
+
+# With fewer rows XLA's product is faster, by more than the launch behind it takes; more have not
+# been timed (docs/performance.md).
+FEWEST_ROWS, MOST_ROWS = 3, 32
+
+
+def pays(rows: int) -> bool:
+    """Whether the kernel is worth asking for."""
+    return FEWEST_ROWS <= rows <= MOST_ROWS
+
+
+def gated_product(
+    x: Float[Array, "*batch K"],
+    matrix: Float[Array, "K N"],
+    activation: Activation,
+    *,
+    kernels: Kernels = "reference",
+) -> Float[Array, "*batch F"]:
+    """`act(x @ gate) * (x @ up)`, where `matrix` holds the columns of gate, then those of up.
+
+    Each product is rounded to its dtype before it goes on, as is the activation, which is computed
+    in fp32. The kernel has no gradient: training takes the reference.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    obstacle = None if kernels == "reference" else gpu.obstacle(*matrix.shape)
+    chosen = implementation("gated_product", kernels, matrix.dtype, obstacle)
+    if chosen == "reference":
+        return reference.gated_product(x, matrix, activation)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    made = gpu.gated_product(rows, matrix, activation, interpret=chosen == "interpret")
+    return made.reshape(*x.shape[:-1], made.shape[-1])
