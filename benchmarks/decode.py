@@ -29,11 +29,11 @@ from jaxtyping import Array
 from benchmarks.acceptance import BLOCK, SyntheticRule, agreement, longest, mean_of, quantiles
 from benchmarks.methods import FOLDERS, Method, read_methods
 from benchmarks.profile import write_profile
-from benchmarks.traffic import BANDWIDTH, context_bytes, size_of, weight_bytes
+from benchmarks.traffic import BANDWIDTH, context_bytes, operations, size_of, weight_bytes
 from mmflash_jax.compilation import compile_at_once
 from mmflash_jax.decode.loop import decode
 from mmflash_jax.decode.records import RUNNING, DecodeState, Plan
-from mmflash_jax.drafters import NoDraft
+from mmflash_jax.drafters import DFlash, NoDraft
 from mmflash_jax.evaluation.records import commit as commit_here
 from mmflash_jax.evaluation.report import describe_device, versions
 from mmflash_jax.layers.schema import Params
@@ -71,8 +71,9 @@ class Settings:
     compile_first: bool = True
     """Compile all cells side by side before the first is timed: quicker with many processors."""
     profile: Path | None = None
-    """Folder for tables of kernels by time, a text file for each cell. Times under the profiler are
-    longer and are not reported."""
+    """Folder for tables of kernels by time, a text file for each cell; records get launches and the
+    time of each stage. Times under the profiler are longer and are no step times. Needs
+    XLA_FLAGS=--xla_gpu_enable_command_buffer= : of a CUDA graph the profiler sees one launch."""
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
@@ -160,6 +161,7 @@ def time_cell(settings: Settings, cell: Cell) -> Record:
         "tokens_per_s": round(float(np.median(np.array(tokens) / np.array(seconds))), 1),
         "tau": round(float(np.mean(tokens)) / settings.steps / batch, 3),
         "bytes_moved": moved,
+        "operations": _operations(plan, params, state, average),
         "bandwidth_share": round(moved / step_s / BANDWIDTH, 3),
         "memory_bytes": stats.get("bytes_in_use"),
         "first_run_s": round(first_s, 1),
@@ -169,8 +171,15 @@ def time_cell(settings: Settings, cell: Cell) -> Record:
         name = f"{type(plan.drafter).__name__}{plan.drafter.block}_{plan.target.kernels}"  # type: ignore[attr-defined]
         run = functools.partial(decode, plan, params, state, np.int32(PROFILED))
         path = settings.profile / f"{name}_b{batch}_c{cell.context}.txt"
-        write_profile(run, path, steps=PROFILED)
+        figures["profile"] = write_profile(run, path, steps=PROFILED)
     return figures
+
+
+def _operations(plan: Plan, params: Params, state: DecodeState, context: float) -> int | None:
+    """None of a method for which they are not counted."""
+    if isinstance(plan.drafter, DFlash | NoDraft):
+        return round(operations(plan, params, state, context))
+    return None
 
 
 @dataclass(frozen=True)

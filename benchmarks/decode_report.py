@@ -1,6 +1,6 @@
-"""Step times of every method as a table, and the tau each needs to pay.
+"""Speeds as a table and beside the card's roofs, and the tau that each method needs to pay.
 
-    python -m benchmarks.decode_report decode_qwen35.json decode_gemma4.json
+    python -m benchmarks.decode_report decode_qwen35.json decode_gemma4.json --plot decode.png
 
 Reads records of `benchmarks.decode`. With a step of s ms a method beats plain decoding, whose step
 takes p ms and yields one token, if it commits more than s / p tokens a step; it matches MMFlash,
@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tyro
+
+from benchmarks.traffic import BANDWIDTH, OPERATIONS
+from mmflash_jax.evaluation.plots import new_figure, save
 
 Record = dict[str, Any]
 GROUP = ("target", "device", "kernels", "context", "batch")
@@ -30,6 +34,8 @@ class Arguments:
     """JSON files of `benchmarks.decode`. Of two records of one cell the later one counts."""
     tau: float | None = None
     """MMFlash's mean of committed tokens. Default: the one that its record was timed with."""
+    plot: Path | None = None
+    """PNG to draw the roofline to."""
 
 
 def rows(records: Iterable[Record], tau: float | None = None) -> list[Record]:
@@ -85,6 +91,63 @@ def table(found: Sequence[Record]) -> str:
     return "\n".join(parts)
 
 
+def speeds(records: Sequence[Record]) -> str:
+    """Markdown, a row for each record: what was reached. Ratios are of one run."""
+    names = (
+        "target", "batch", "context", "method", "step, ms", "tokens/s", "times plain",
+        f"of {BANDWIDTH / 1e12:.1f} TB/s", f"of {OPERATIONS / 1e12:.0f} TFLOP/s", "memory, GB",
+        "launches",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(names)} |", "|" + " --- |" * len(names)]
+    for r in records:
+        plain, memory = r.get("plain_tokens_per_s"), r["memory_bytes"]
+        cells = (
+            r["target"], r["batch"], f"{r['context']:,}", r["drafter"], f"{r['step_ms']:.2f}",
+            f"{r['tokens_per_s']:,.0f}", "-" if not plain else f"{r['tokens_per_s'] / plain:.2f}",
+            f"{100 * r['bandwidth_share']:.0f} %",
+            "-" if not r.get("operations") else f"{100 * _rate(r) / OPERATIONS:.0f} %",
+            "-" if not memory else f"{memory / 1e9:.1f}",
+            r.get("profile", {}).get("launches", "-"),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rate(record: Record) -> float:
+    """Operations a second."""
+    return record["operations"] / record["step_ms"] * 1e3
+
+
+def plot(records: Sequence[Record], path: Path) -> None:
+    """The roofline: what steps reach, by operations for each byte they must move, as PNG.
+
+    Records without a count of operations are left out.
+    """
+    counted = [record for record in records if record.get("operations")]
+    targets = list(dict.fromkeys(record["target"] for record in counted))
+    figure, axes = new_figure(1, max(len(targets), 1), width=4.8, height=3.8)
+    for axis, target in zip(axes[0], targets, strict=False):
+        here = [record for record in counted if record["target"] == target]
+        x = np.geomspace(0.5, 2000, 200)
+        axis.plot(x, np.minimum(x * BANDWIDTH, OPERATIONS) / 1e12, color="black", linewidth=1)
+        names = list(dict.fromkeys(record["drafter"] for record in here))
+        for name, colour in zip(names, ("tab:grey", "tab:blue", "tab:orange"), strict=False):
+            own = [record for record in here if record["drafter"] == name]
+            at = [record["operations"] / record["bytes_moved"] for record in own]
+            reached = [_rate(record) / 1e12 for record in own]
+            axis.scatter(at, reached, s=22, color=colour, label="plain" if name == "none" else name)
+            for record, *place in zip(own, at, reached, strict=True):
+                said = f"{record['batch']} x {record['context'] // 1024}k"
+                axis.annotate(said, place, (4, -9), textcoords="offset points", fontsize=7)
+        axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s")
+        axis.set_title(
+            f"{target}: batch x context\nsynthetic acceptance, random weights", fontsize=9
+        )
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right", fontsize=8)
+    save(figure, path)
+
+
 def _tau(value: float | None, most: int | None) -> str:
     if value is None:
         return "-"
@@ -94,7 +157,10 @@ def _tau(value: float | None, most: int | None) -> str:
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__)
     records = [one for path in arguments.records for one in json.loads(path.read_text())]
+    print(speeds(records))
     print(table(rows(records, arguments.tau)))
+    if arguments.plot:
+        plot(records, arguments.plot)
     return 0
 
 

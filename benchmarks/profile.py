@@ -12,8 +12,16 @@ Kernel = tuple[str, str]
 """Name of a kernel and the part of the program that it comes from."""
 
 
-def write_profile(run: Callable[[], Any], path: Path, *, steps: int, lines: int = 60) -> None:
-    """Run under the profiler and write a table: time and launches a step, by kernel."""
+STAGES = ("propose", "verify", "accept", "commit")
+
+
+def write_profile(
+    run: Callable[[], Any], path: Path, *, steps: int, lines: int = 60
+) -> dict[str, Any]:
+    """Run under the profiler and write a table: time and launches a step, by kernel.
+
+    Returns launches and microseconds of kernels a step, and how these divide into its stages.
+    """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -33,6 +41,11 @@ def write_profile(run: Callable[[], Any], path: Path, *, steps: int, lines: int 
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(text) + "\n")
+    return {
+        "launches": round(launches / steps),
+        "kernels_us": round(total / steps / 1e3, 1),
+        "stages_us": {part: round(ns / steps / 1e3, 1) for part, ns in _largest(parts, 20)},
+    }
 
 
 def _largest(times: dict[Any, float], count: int) -> list[tuple[Any, float]]:
@@ -60,7 +73,7 @@ def _kernels(folder: Path) -> tuple[dict[Kernel, float], dict[Kernel, int]]:
 
 def _part(scope: str) -> str:
     """The stage of the step in the path of named scopes that XLA keeps for an operation."""
-    for stage in ("propose", "verify", "accept", "commit"):
+    for stage in STAGES:
         if f"/{stage}/" in scope:
             return stage
     return "other"

@@ -1,4 +1,4 @@
-"""Bytes that a decoding step must move."""
+"""Bytes that a decoding step must move, and operations that it must do."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from mmflash_jax.layers.schema import Params, leaves_with_path
 
 # Copying on an H200: bytes read and written a second, measured. Its data sheet says 4.8e12.
 BANDWIDTH = 4.3e12
+# Dense bf16 of an H200's tensor cores, from its data sheet.
+OPERATIONS = 989e12
 
 
 def size_of(leaf: Any) -> int:
@@ -85,3 +87,38 @@ def context_bytes(plan: Plan, state: Any, context: float) -> int:
     elif not isinstance(plan.drafter, NoDraft):
         read = [state.draft.cache]
     return int(total + draft_runs(plan.drafter) * sum(of(cache) for cache in read))
+
+
+def operations(plan: Plan, params: Params, state: Any, context: float) -> float:
+    """Operations of a step of plain decoding or of a block draft: of products with weights and of
+    attention; the recurrence's are below 1 % and left out."""
+    block, drafted = plan.drafter.block, not isinstance(plan.drafter, NoDraft)
+    batch = state.length.shape[0]
+    config = plan.target.config
+    head = config.vocab_size * config.hidden_size
+    weights = sum(
+        leaf.size
+        for path, leaf in leaves_with_path(params["target"])
+        if path[0] not in ("visual", "embed_tokens", "embed_tokens_per_layer") and leaf.ndim == 2
+    )
+    total = 2.0 * batch * block * (weights + head)
+    if drafted:
+        for path, leaf in leaves_with_path(params["drafter"]):
+            # Keys and values are made of the block and of the accepted context.
+            twice = path[-2] in ("k_proj", "v_proj")
+            total += 2 * batch * block * leaf.size * (2 if twice else 1) * (leaf.ndim == 2)
+        total += 2 * batch * (block - 1) * head
+    # Every byte of a bf16 cache meets every query row of its group: 2 operations an element.
+    group = config.num_attention_heads // _kv_heads(config)
+    caches = context_bytes(plan, state, context) - _recurrent(state)
+    return total + 2 * block * group * caches / 2
+
+
+def _kv_heads(config: Any) -> int:
+    layers = getattr(config, "layers", None)
+    return layers[0].kv_heads if layers else config.num_key_value_heads
+
+
+def _recurrent(state: Any) -> int:
+    leaves = jax.tree.leaves([layer for layer in state.cache.layers if not hasattr(layer, "k")])
+    return 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
 from benchmarks import decode as timing
@@ -21,7 +22,7 @@ from benchmarks.acceptance import (
     quantiles,
 )
 from benchmarks.compiled import Arguments, abstract_decode
-from benchmarks.decode_report import rows, table
+from benchmarks.decode_report import plot, rows, speeds, table
 from benchmarks.full_size import target_config
 from benchmarks.methods import ALL, read_method, read_methods
 from benchmarks.random_drafts import assistant_config, write_drafts
@@ -73,6 +74,7 @@ def test_every_method_is_timed_beside_plain_decoding(family, folders, tmp_path):
     assert list(by_name) == ["none", *(name for name in CELLS[family] if name != "none")]
     plain = by_name.pop("none")
     assert plain["tau"] == 1.0
+    assert plain["operations"] > 0
     assert "acceptance" not in plain
     for name, record in by_name.items():
         assert record["plain_step_ms"] == plain["step_ms"]
@@ -210,6 +212,31 @@ def test_the_report_says_what_tau_a_method_needs():
     assert "| Qwen35 | 1 | none | 4.00 | 1 | - | 4.56 (cannot) |" in lines
     other = {row["method"]: row for row in rows(records[:5], tau=4.0) if row["batch"] == 1}
     assert other["mtp15"]["match"] == pytest.approx(10.0)
+
+
+def test_speeds_stand_beside_the_roofs(tmp_path):
+    reached = {
+        **RECORD, "drafter": "none", "step_ms": 2.0, "tokens_per_s": 500.0,
+        "operations": 989 * 10**8,
+        "bytes_moved": 43 * 10**8, "bandwidth_share": 0.5, "memory_bytes": None,
+    }  # fmt: skip
+    drafted = {
+        **reached, "drafter": "dflash", "plain_tokens_per_s": 500.0, "tokens_per_s": 1250.0,
+        "operations": None, "memory_bytes": 14.26e9, "profile": {"launches": 517},
+    }  # fmt: skip
+    _, _, plain, with_draft = speeds([reached, drafted]).splitlines()
+    assert plain == "| Qwen35 | 1 | 1,024 | none | 2.00 | 500 | - | 50 % | 5 % | - | - |"
+    assert (
+        with_draft
+        == "| Qwen35 | 1 | 1,024 | dflash | 2.00 | 1,250 | 2.50 | 50 % | - | 14.3 | 517 |"
+    )
+    plot([reached, {**reached, "target": "Gemma4"}, drafted], tmp_path / "roofline.png")
+    one = tmp_path / "one.png"
+    plot([reached], one)
+    # A panel for each target.
+    with Image.open(tmp_path / "roofline.png") as wide, Image.open(one) as narrow:
+        assert wide.width > 1.8 * narrow.width
+        assert len(np.unique(np.asarray(narrow))) > 10
 
 
 def test_without_mmflash_nothing_is_matched():
