@@ -15,8 +15,6 @@ from pallas_kernels import (
     attention_heads,
     block_attention,
     gated_delta_step,
-    gated_product,
-    residual_norm,
 )
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.attention_heads import splits as parts_of_heads
@@ -24,12 +22,7 @@ from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu_tile as attention_tile
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_delta import gpu as delta_gpu
-from pallas_kernels.gated_product import cases as gated_cases
-from pallas_kernels.gated_product import gpu as gated_gpu
-from pallas_kernels.norm import Norm
-from pallas_kernels.parts import number_of_parts
 from pallas_kernels.product import product, product_parts
-from pallas_kernels.residual_norm import cases as norm_cases
 
 LAYERS = 8
 """Of a loop: their caches do not fit the chip."""
@@ -57,6 +50,13 @@ class Trial:
     arguments: tuple[Any, ...]
     described: dict[str, Any]
     bytes_moved: int
+
+
+def in_parts(rows: Any, matrix: Any, number: int) -> Any:
+    """As `layers.linear.projected` makes them of a projection."""
+    if number > 1:
+        return product_parts(rows, matrix, number)
+    return product(rows, matrix)[None]
 
 
 def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any]:
@@ -119,13 +119,6 @@ def _delta_runs(case: delta_cases.Case, batch: int, tiles: bool) -> dict[str, di
     return runs
 
 
-def _in_parts(rows: Any, matrix: Any, number: int) -> Any:
-    """As `layers.linear.projected` makes them of a projection."""
-    if number > 1:
-        return product_parts(rows, matrix, number)
-    return product(rows, matrix)[None]
-
-
 def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Trial]:
     """Reference and kernel behind the product that makes their input, as in a layer, which takes
     the most of the time; the caches of `LAYERS` layers."""
@@ -159,7 +152,7 @@ def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Tr
                 x, made = carry
                 after = []
                 for layer, weight, (k, v) in zip(layers, weights, made, strict=True):
-                    product = _in_parts(x.reshape(-1, width), weight, number[kernels])
+                    product = in_parts(x.reshape(-1, width), weight, number[kernels])
                     parts = jnp.split(product, np.cumsum(sizes)[:-1], axis=-1)
                     given = layer | dict(zip("qkv", parts, strict=False), angles=angles)
                     if case.S:
@@ -218,85 +211,4 @@ def delta_trials(case: delta_cases.Case, arguments: Time, batch: int) -> list[Tr
         caches = [(layer[0], *layer[5:8]) for layer in layers]
         described = {"case": case.name, "batch": batch, "tile": name}
         trials.append(Trial(jax.jit(loop), (caches, layers), described, moved))
-    return trials
-
-
-def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> list[Trial]:
-    """A product, the residual and the norm, as XLA makes them and with the kernel: only their sum
-    counts, since XLA adds up a product's splits inside the addition. Rows of plain decoding and of
-    blocks of 16; the products of `LAYERS` layers."""
-    trials = []
-    for rows in (batch, 16 * batch):
-        x, inputs, layers = case.arguments("bfloat16", rows, LAYERS)
-        own = number_of_parts(rows, case.width_in, case.width_out)
-        tried = sorted({1, 2, 4, 8, 16} if arguments.tiles else {own})
-        for splits in (0, *(s for s in tried if case.width_in % (16 * s) == 0)):
-
-            def add(x: Any, inputs: Any, matrix: Any, norms: Any, splits: int = splits) -> Any:
-                norm, post = norms
-                parts = _in_parts(inputs, matrix, splits)
-                return residual_norm(
-                    x, parts, norm, post=post, kernels="gpu" if splits else "reference"
-                )
-
-            def loop(steps: Any, x: Any, inputs: Any, layers: Any, add: Any = add) -> Any:
-                def body(_: Any, carry: Any) -> Any:
-                    x, normed = carry
-                    for layer in layers:
-                        # The next product waits for this norm, as in a model.
-                        x, normed = add(x, inputs * normed[:, :1], *layer)
-                    return x, normed
-
-                return jax.lax.fori_loop(0, steps, body, (x, x))
-
-            name = f"{splits} splits" if splits else "reference"
-            described = {"case": case.name, "rows": rows, "tile": name, "own choice": own}
-            moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
-            trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
-    return trials
-
-
-def _gated_tiles(rows: int, case: gated_cases.Case) -> list[Any]:
-    own = gated_gpu.own_tile(rows, case.width_in, case.columns, jnp.bfloat16)
-    changes: list[dict[str, int]] = [{}, {"columns": 32}, {"inner": 128, "stages": 3}]
-    changes += [{"columns": 32, "inner": 128}, {"columns": 32, "inner": 256, "stages": 3}]
-    changes += [{"stages": 6}, {"warps": 8}, {"columns": 128, "warps": 8, "stages": 3}]
-    return [dataclasses.replace(own, **change) for change in changes]
-
-
-def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Trial]:
-    """A feed-forward layer, from its norm to the next, its inner half as XLA makes it and by the
-    kernel: what the down projection starts with is the other's end. Rows of plain decoding and of
-    blocks of 16; the weights of `LAYERS` layers."""
-    trials, width = [], case.width_in
-    for rows in (batch, 16 * batch):
-        x = jnp.ones((rows, width), jnp.bfloat16)
-        layers = []
-        for seed in range(LAYERS):
-            _, matrix, _ = case.arguments(jnp.bfloat16, seed)
-            down = jax.random.normal(jax.random.key(-1 - seed), (case.columns, width), x.dtype)
-            layers.append((matrix, down * case.columns**-0.5))
-        number = number_of_parts(rows, case.columns, width)
-        runs = {"reference": functools.partial(gated_product, activation=case.activation)}
-        for tile in _gated_tiles(rows, case) if arguments.tiles else [None]:
-            name = "own choice" if tile is None else str(dataclasses.astuple(tile))
-            runs[name] = functools.partial(
-                gated_gpu.gated_product, activation=case.activation, tile=tile
-            )
-        for name, run in runs.items():
-
-            def loop(steps: Any, x: Any, layers: Any, run: Any = run, number: int = number) -> Any:
-                def body(_: Any, carry: Any) -> Any:
-                    x, normed = carry
-                    for matrix, down in layers:
-                        parts = _in_parts(run(normed, matrix), down, number)
-                        norm = Norm(None, 1e-6, "plain")
-                        x, normed = residual_norm(x, parts, norm, kernels="gpu")
-                    return x, normed
-
-                return jax.lax.fori_loop(0, steps, body, (x, x))
-
-            described = {"case": f"mlp_{case.name}", "rows": rows, "tile": name}
-            moved = sum(weights.nbytes for weights in layers[0])
-            trials.append(Trial(jax.jit(loop), (x, layers), described, moved))
     return trials

@@ -29,21 +29,23 @@ from benchmarks.kernel_trials import (
     Trial,
     attention_trials,
     delta_trials,
-    gated_trials,
     heads_trials,
-    product_trials,
 )
+from benchmarks.product_trials import gated_trials, likeliest_trials, product_trials
 from pallas_kernels import (
     attention_heads,
     block_attention,
     gated_delta_step,
     gated_product,
+    likeliest,
     residual_norm,
 )
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_product import cases as gated_cases
+from pallas_kernels.likeliest import cases as likeliest_cases
+from pallas_kernels.product import logits
 from pallas_kernels.residual_norm import cases as norm_cases
 
 ALLOWED = {"bfloat16": 1e-2, "float32": 1e-5}
@@ -135,6 +137,15 @@ def parity(arguments: Parity) -> bool:
             _poison(wanted)
             got = jax.jit(functools.partial(run, kernels="gpu"))(*arrays)
             good &= _say(f"mlp_{case.name}", dtype, {"outputs": _error(got, wanted)}, allowed)
+        for case in likeliest_cases.SERVED:
+            x, table = case.arguments(dtype, arguments.seed)
+            run = jax.jit(likeliest, static_argnames=("vocabulary", "kernels"))
+            made = jax.jit(logits)(x, table)[:, : case.vocabulary]
+            ids = run(x, table, vocabulary=case.vocabulary, kernels="gpu")
+            # Another order of sums may choose another token: how far is it from the best?
+            own = jnp.take_along_axis(made, ids[:, None], axis=1)[:, 0]
+            errors = {"short of the best": _error(own, made.max(-1))}
+            good &= _say(f"likeliest_{case.name}", dtype, errors, allowed)
     return good
 
 
@@ -188,7 +199,7 @@ def measure(arguments: Time) -> list[dict[str, Any]]:
     makers: list[tuple[Sequence[Any], Any]] = [
         (heads_cases.SERVED, heads_trials), (attention_cases.SERVED, attention_trials),
         (delta_cases.SERVED, delta_trials), (norm_cases.PRODUCTS, product_trials),
-        (gated_cases.TIMED, gated_trials),
+        (gated_cases.TIMED, gated_trials), (likeliest_cases.TIMED, likeliest_trials),
     ]  # fmt: skip
     for batch in arguments.batches:
         for cases, make in makers:

@@ -25,6 +25,7 @@ from pallas_kernels.gated_delta import (
     gated_delta_tree,
 )
 from pallas_kernels.gated_product import gated_product
+from pallas_kernels.likeliest import likeliest
 from pallas_kernels.norm import Norm, rms_norm, rms_normalise
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.tree import ancestors_of, depths_of
@@ -47,6 +48,7 @@ __all__ = [
     "gated_delta_step",
     "gated_delta_tree",
     "gated_product",
+    "likeliest",
     "residual_norm",
     "rms_norm",
     "rms_normalise",

@@ -44,6 +44,17 @@ def product(x: Float[Array, "*batch K"], matrix: Float[Array, "K N"]) -> Float[A
     return dot_general(x, matrix, numbers, precision=matmul_precision(matrix.dtype))
 
 
+def logits(x: Float[Array, "*batch D"], table: Float[Array, "V D"]) -> Float[Array, "*batch V"]:
+    """fp32 products with every row of a token table, of `at_least_two` rows."""
+    return dot_general(
+        x,
+        table,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=matmul_precision(table.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
 def product_parts(
     x: Float[Array, "R K"], matrix: Float[Array, "K N"], parts: int
 ) -> Float[Array, "S P N"]:

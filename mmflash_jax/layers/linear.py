@@ -5,7 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.product import at_least_two, dot_general, matmul_precision, product_parts
+from pallas_kernels.product import (
+    at_least_two,
+    dot_general,
+    logits,
+    matmul_precision,
+    product_parts,
+)
 
 
 def projected(
@@ -51,11 +57,4 @@ class Embedding(nnx.Module):
 
     def attend(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """fp32 logits of `hidden` against every row of the table."""
-        table = self.embedding[...]
-        return dot_general(
-            hidden,
-            table,
-            (((hidden.ndim - 1,), (1,)), ((), ())),
-            precision=matmul_precision(table.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return logits(hidden, self.embedding[...])

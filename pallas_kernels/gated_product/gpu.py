@@ -63,7 +63,7 @@ def _program(
     tile: Tile, activation: Activation, rows: int, x_ref: Any, gate_ref: Any, up_ref: Any,
     out_ref: Any,
 ) -> None:  # fmt: skip
-    row = pl.program_id(1) * tile.rows + jnp.arange(tile.rows)
+    row = pl.program_id(0) * tile.rows + jnp.arange(tile.rows)
     # Rows past the end are copies of the last: nothing needs a mask until the result is stored.
     at = jnp.minimum(row, rows - 1)[:, None]
 
@@ -101,13 +101,14 @@ def gated_product(
     tiles = F // tile.columns
     return pl.pallas_call(
         functools.partial(_program, tile, activation, R),
-        grid=(tiles, pl.cdiv(R, tile.rows)),
+        # Tiles of rows one after the other: the second finds the weights in the cache.
+        grid=(pl.cdiv(R, tile.rows), tiles),
         in_specs=[
             pl.BlockSpec((R, K), lambda *_: (0, 0)),
-            pl.BlockSpec((K, tile.columns), lambda i, _: (0, i)),
-            pl.BlockSpec((K, tile.columns), lambda i, _: (0, i + tiles)),
+            pl.BlockSpec((K, tile.columns), lambda _, i: (0, i)),
+            pl.BlockSpec((K, tile.columns), lambda _, i: (0, i + tiles)),
         ],
-        out_specs=pl.BlockSpec((R, tile.columns), lambda i, _: (0, i)),
+        out_specs=pl.BlockSpec((R, tile.columns), lambda _, i: (0, i)),
         out_shape=jax.ShapeDtypeStruct((R, F), x.dtype),
         compiler_params=plt.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,

@@ -1,0 +1,149 @@
+"""What is timed of products and what follows them: loops over layers, by XLA and by kernels."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernel_trials import LAYERS, Time, Trial, in_parts
+from pallas_kernels import gated_product, likeliest, residual_norm
+from pallas_kernels.gated_product import cases as gated_cases
+from pallas_kernels.gated_product import gpu as gated_gpu
+from pallas_kernels.likeliest import cases as likeliest_cases
+from pallas_kernels.likeliest import gpu as likeliest_gpu
+from pallas_kernels.norm import Norm
+from pallas_kernels.parts import number_of_parts
+from pallas_kernels.product import logits
+from pallas_kernels.residual_norm import cases as norm_cases
+
+
+def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> list[Trial]:
+    """A product, the residual and the norm, as XLA makes them and with the kernel: only their sum
+    counts, since XLA adds up a product's splits inside the addition. Rows of plain decoding and of
+    blocks of 16; the products of `LAYERS` layers."""
+    trials = []
+    for rows in (batch, 16 * batch):
+        x, inputs, layers = case.arguments("bfloat16", rows, LAYERS)
+        own = number_of_parts(rows, case.width_in, case.width_out)
+        tried = sorted({1, 2, 4, 8, 16} if arguments.tiles else {own})
+        for splits in (0, *(s for s in tried if case.width_in % (16 * s) == 0)):
+
+            def add(x: Any, inputs: Any, matrix: Any, norms: Any, splits: int = splits) -> Any:
+                norm, post = norms
+                parts = in_parts(inputs, matrix, splits)
+                return residual_norm(
+                    x, parts, norm, post=post, kernels="gpu" if splits else "reference"
+                )
+
+            def loop(steps: Any, x: Any, inputs: Any, layers: Any, add: Any = add) -> Any:
+                def body(_: Any, carry: Any) -> Any:
+                    x, normed = carry
+                    for layer in layers:
+                        # The next product waits for this norm, as in a model.
+                        x, normed = add(x, inputs * normed[:, :1], *layer)
+                    return x, normed
+
+                return jax.lax.fori_loop(0, steps, body, (x, x))
+
+            name = f"{splits} splits" if splits else "reference"
+            described = {"case": case.name, "rows": rows, "tile": name, "own choice": own}
+            moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
+            trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
+    return trials
+
+
+def _gated_tiles(rows: int, case: gated_cases.Case) -> list[Any]:
+    own = gated_gpu.own_tile(rows, case.width_in, case.columns, jnp.bfloat16)
+    changes: list[dict[str, int]] = [{}, {"columns": 32}, {"inner": 128, "stages": 3}]
+    changes += [{"columns": 32, "inner": 128}, {"columns": 32, "inner": 256, "stages": 3}]
+    changes += [{"stages": 6}, {"warps": 8}, {"columns": 128, "warps": 8, "stages": 3}]
+    return [dataclasses.replace(own, **change) for change in changes]
+
+
+def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    """A feed-forward layer, from its norm to the next, its inner half as XLA makes it and by the
+    kernel: what the down projection starts with is the other's end. Rows of plain decoding and of
+    blocks of 16; the weights of `LAYERS` layers."""
+    trials, width = [], case.width_in
+    for rows in (batch, 16 * batch):
+        x = jnp.ones((rows, width), jnp.bfloat16)
+        layers = []
+        for seed in range(LAYERS):
+            _, matrix, _ = case.arguments(jnp.bfloat16, seed)
+            down = jax.random.normal(jax.random.key(-1 - seed), (case.columns, width), x.dtype)
+            layers.append((matrix, down * case.columns**-0.5))
+        number = number_of_parts(rows, case.columns, width)
+        runs = {"reference": functools.partial(gated_product, activation=case.activation)}
+        for tile in _gated_tiles(rows, case) if arguments.tiles else [None]:
+            name = "own choice" if tile is None else str(dataclasses.astuple(tile))
+            runs[name] = functools.partial(
+                gated_gpu.gated_product, activation=case.activation, tile=tile
+            )
+        for name, run in runs.items():
+
+            def loop(steps: Any, x: Any, layers: Any, run: Any = run, number: int = number) -> Any:
+                def body(_: Any, carry: Any) -> Any:
+                    x, normed = carry
+                    for matrix, down in layers:
+                        parts = in_parts(run(normed, matrix), down, number)
+                        norm = Norm(None, 1e-6, "plain")
+                        x, normed = residual_norm(x, parts, norm, kernels="gpu")
+                    return x, normed
+
+                return jax.lax.fori_loop(0, steps, body, (x, x))
+
+            described = {"case": f"mlp_{case.name}", "rows": rows, "tile": name}
+            moved = sum(weights.nbytes for weights in layers[0])
+            trials.append(Trial(jax.jit(loop), (x, layers), described, moved))
+    return trials
+
+
+def _in_chunks(x: Any, table: Any, chunks: int) -> Any:
+    """The most likely tokens by XLA, some of the table after the other: logits of a chunk may stay
+    on the chip until they are compared."""
+    best = None
+    size = -(-len(table) // chunks)
+    for start in range(0, len(table), size):
+        made = logits(x, table[start : start + size])
+        found = made.max(-1), made.argmax(-1).astype(jnp.int32) + start
+        if best is None:
+            best = found
+        else:
+            better = found[0] > best[0]
+            best = jnp.where(better, found[0], best[0]), jnp.where(better, found[1], best[1])
+    return None if best is None else best[1]
+
+
+def likeliest_trials(case: likeliest_cases.Case, arguments: Time, batch: int) -> list[Trial]:
+    """The head and the most likely tokens of blocks of 16: by XLA whole and in chunks, and by the
+    kernel."""
+    rows, trials = 16 * batch, []
+    x, table = dataclasses.replace(case, rows=rows).arguments(jnp.bfloat16, 0)
+    runs: dict[str, Any] = {"reference": likeliest}
+    own = likeliest_gpu.own_tile(rows, case.width, jnp.bfloat16)
+    changes: list[dict[str, int]] = [{}]
+    if arguments.tiles:
+        runs |= {f"{n} chunks": functools.partial(_in_chunks, chunks=n) for n in (4, 16)}
+        changes += [{"tokens": 64}, {"tokens": 256, "warps": 8, "stages": 3}, {"warps": 8}]
+        changes += [{"inner": 128, "stages": 3}, {"stages": 3}]
+    for change in changes:
+        tile = dataclasses.replace(own, **change)
+        runs[str(dataclasses.astuple(tile))] = functools.partial(
+            likeliest_gpu.likeliest, vocabulary=None, tile=tile
+        )
+    for name, run in runs.items():
+
+        def loop(steps: Any, x: Any, table: Any, run: Any = run) -> Any:
+            def body(_: Any, x: Any) -> Any:
+                for _ in range(LAYERS):
+                    # The next rows wait for these tokens.
+                    x = x.at[:, 0].set(run(x, table).astype(x.dtype))
+                return x
+
+            return jax.lax.fori_loop(0, steps, body, x)
+
+        described = {"case": f"likeliest_{case.name}", "rows": rows, "tile": name}
+        trials.append(Trial(jax.jit(loop), (x, table), described, table.nbytes))
+    return trials

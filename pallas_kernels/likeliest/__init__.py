@@ -1,0 +1,44 @@
+"""The output head of greedy decoding: the most likely token of each row, without its logits."""
+
+import math
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.choose import Kernels, implementation
+from pallas_kernels.likeliest import gpu, reference
+
+__all__ = ["likeliest", "pays"]
+
+# With fewer rows the logits are too small to matter, with more XLA leaves the product to a library
+# that multiplies faster than it can be done here. Not timed on a card yet (docs/performance.md).
+FEWEST_ROWS, MOST_ROWS = 33, 128
+
+
+def pays(rows: int) -> bool:
+    """Whether the kernel is worth asking for."""
+    return FEWEST_ROWS <= rows <= MOST_ROWS
+
+
+def likeliest(
+    x: Float[Array, "*batch D"],
+    table: Float[Array, "V D"],
+    *,
+    vocabulary: int | None = None,
+    kernels: Kernels = "reference",
+) -> Int[Array, "*batch"]:
+    """The index of the row of `table` with the largest product, the lowest among equals.
+
+    Products are fp32. Only the first `vocabulary` rows count. An increasing function of the
+    products, such as a soft cap, changes nothing but which of them are equal.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    obstacle = None if kernels == "reference" else gpu.obstacle(*table.shape)
+    chosen = implementation("likeliest", kernels, table.dtype, obstacle)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if chosen == "reference":
+        ids = reference.likeliest(rows, table, vocabulary)
+    else:
+        ids = gpu.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
+    return ids.reshape(x.shape[:-1])

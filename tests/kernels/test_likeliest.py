@@ -1,0 +1,44 @@
+"""The most likely tokens: the Pallas kernel, interpreted, and its reference."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import KernelError, likeliest
+from pallas_kernels.likeliest import gpu
+from pallas_kernels.likeliest.cases import SMALL
+from tests.kernels import quick_jit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_kernel_equals_reference(case, dtype):
+    x, table = case.arguments(dtype, seed=len(case.name))
+    run = functools.partial(likeliest, vocabulary=case.vocabulary)
+    got = np.asarray(quick_jit(functools.partial(run, kernels="interpret"))(x, table))
+    wanted = np.asarray(run(x, table))
+    assert got.dtype == np.int32
+    exact = np.asarray(x, np.float64) @ np.asarray(table, np.float64).T
+    exact = exact[:, : case.vocabulary]
+    np.testing.assert_array_equal(wanted, exact.argmax(-1))
+    np.testing.assert_array_equal(got, wanted)
+    if case.twice:
+        assert (got < case.tokens // 2).all()
+    if case.vocabulary is not None:
+        assert not (np.asarray(run(x, table[: case.tokens], vocabulary=None)) == got).all()
+
+
+def test_batch_axes_stay():
+    x, table = SMALL[0].arguments("float32", 0)
+    wanted = likeliest(x, table)
+    got = likeliest(x.reshape(2, 8, -1), table, kernels="auto")
+    np.testing.assert_array_equal(got, wanted.reshape(2, 8))
+
+
+def test_tables_that_no_kernel_takes_are_named():
+    assert "numbers" in str(gpu.obstacle(2**20, 2**11))
+    assert gpu.obstacle(262_144, 2560) is None
+    with pytest.raises(KernelError, match="width 24 is no multiple of 16"):
+        likeliest(jnp.ones((2, 24)), jnp.ones((64, 24)), kernels="interpret")
