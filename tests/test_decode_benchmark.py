@@ -31,6 +31,7 @@ from mmflash_jax.compilation import compile_at_once, compiled_programs
 from mmflash_jax.decode.records import RUNNING, DecodeState, Verification
 from mmflash_jax.drafters import Gemma4Assistant, Proposal
 from mmflash_jax.layers.schema import leaves_with_path
+from mmflash_jax.layers.scores import Scores
 from tests import tiny, tiny_gemma4
 from tests.drafts import random_draft
 
@@ -165,7 +166,7 @@ def test_the_rule_keeps_what_is_drawn_of_the_deepest_branch(is_tree):
         ids=jnp.asarray(random.integers(0, 40, (2, 7)), jnp.int32),
         parents=jnp.asarray(PARENTS) if is_tree else None,
     )
-    verification = Verification(logits=logits, features=jnp.zeros((2, 8, 0)), cache=None)
+    verification = Verification(scores=Scores.of(logits), features=jnp.zeros((2, 8, 0)), cache=None)
     branches = BRANCHES if is_tree else [list(range(8))] * 2
     choice = np.asarray(logits).argmax(-1)
     counts = SyntheticRule(quantiles(2.6, 5))

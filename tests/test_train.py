@@ -20,6 +20,7 @@ from mmflash_jax.drafters import Heads
 from mmflash_jax.evaluation.batch import run
 from mmflash_jax.load import load_drafter, load_target
 from mmflash_jax.weights import TensorStore
+from pallas_kernels import product
 from tests import tiny
 from tests.drafts import two_layer_target
 from tests.tolerances import MODEL, assert_close
@@ -286,7 +287,7 @@ def test_z_labs_package_loads_the_export_and_drafts_alike(trained, target_folder
     wanted = zlab.logits(model.eval(), features, ids, table, head)
     heads = Heads(
         embed=lambda ids: target.embed_raw(target_params, ids),
-        logits=lambda hidden: target.logits_raw(target_params, hidden),
+        logits=lambda hidden: product.logits(hidden, target.head(target_params)),
     )
 
     @jax.jit

@@ -33,9 +33,9 @@ def accept(
     """
     if proposal.parents is not None:
         return _accept_branch(state, proposal.ids, proposal.parents, verification, stop_ids, agrees)
-    place = state.num_tokens[:, None] + jnp.arange(verification.logits.shape[1])
+    place = state.num_tokens[:, None] + jnp.arange(1 + proposal.ids.shape[1])
     choice = choose(
-        verification.logits, state.sampling, place, state.adjustments, drafted=proposal.ids
+        verification.scores, state.sampling, place, state.adjustments, drafted=proposal.ids
     )
     agree = agrees(proposal.ids, choice[:, :-1])
     accepted = jnp.sum(jnp.cumprod(agree.astype(jnp.int32), axis=-1), axis=-1)
@@ -59,7 +59,7 @@ def _accept_branch(
     ancestors = ancestors_of(parents)
     depth = depths_of(ancestors)
     choice = choose(
-        verification.logits, state.sampling, state.num_tokens[:, None] + depth, state.adjustments,
+        verification.scores, state.sampling, state.num_tokens[:, None] + depth, state.adjustments,
         drafted=drafted, before=ancestors[:, :, 1:],
     )  # fmt: skip
     agree = agrees(drafted, jnp.take_along_axis(choice, parents[:, 1:], axis=1))

@@ -4,6 +4,7 @@ They are the target's own, at temperature 1 and before penalties, biases and fil
 `raw_logprobs`), so they do not change with how a request samples.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -43,17 +44,18 @@ def no_logprobs(wanted: Bool[Array, " B"], room: int, vocabulary: int) -> Logpro
 
 def note(
     logprobs: Logprobs | None,
-    logits: Float[Array, "B T V"],
+    logits: Callable[[], Float[Array, "B T V"]],
     ids: Int[Array, "B T"],
     slot: Int[Array, "B T"],
 ) -> Logprobs | None:
-    """Write down the tokens `ids` at places `slot`; places past the end are dropped."""
+    """Write down the tokens `ids` at places `slot`; places past the end are dropped. Their `logits`
+    are asked for only if some row wants to know."""
     if logprobs is None:
         return None
     rows = jnp.arange(ids.shape[0])[:, None]
 
     def written() -> Logprobs:
-        logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        logp = jax.nn.log_softmax(logits().astype(jnp.float32), axis=-1)
         values, likeliest = lax.top_k(logp, logprobs.ids.shape[-1])
         chosen = jnp.take_along_axis(logp, ids[..., None], axis=-1)[..., 0]
         return Logprobs(

@@ -28,6 +28,7 @@ from mmflash_jax.decode.records import ABSENT, RUNNING, DecodeState, PatchedImag
 from mmflash_jax.decode.sampling import GREEDY, Sampling, choose, gather
 from mmflash_jax.drafters import Context
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.layers.scores import Scores
 
 CHUNK = 512
 IMAGES_AT_ONCE = 8
@@ -277,7 +278,7 @@ def first_token(
     zero = jnp.zeros((batch,), jnp.int32)
     logits = plan.tokens_only(plan.target.logits(params["target"], last))[:, None]
     place = zero[:, None]
-    first = choose(logits, sampling, place, adjustments)
+    first = choose(Scores.of(logits), sampling, place, adjustments)
     logprobs = None if wanted is None else no_logprobs(wanted, room, logits.shape[-1])
     anchor = first[:, 0]
     start = DecodeState(
@@ -295,7 +296,7 @@ def first_token(
         draft=draft,
         sampling=sampling,
         adjustments=count_tokens(adjustments, first, zero + 1),
-        logprobs=note(logprobs, logits, first, place),
+        logprobs=note(logprobs, lambda: logits, first, place),
     )
     decided = cut(start, first, zero + 1, plan.stop_ids)
     return dataclasses.replace(start, num_tokens=decided.count, reason=decided.reason)

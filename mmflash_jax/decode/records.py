@@ -17,6 +17,7 @@ from mmflash_jax.decode.adjust import NEUTRAL, Adjustment, Adjustments
 from mmflash_jax.decode.logprobs import Logprobs
 from mmflash_jax.decode.sampling import GREEDY, Sampling, SamplingSettings
 from mmflash_jax.drafters import Drafter
+from mmflash_jax.layers.scores import Scores
 from mmflash_jax.targets import Target
 
 
@@ -138,17 +139,16 @@ class DecodeState:
         return self.reason == RUNNING
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """The target's view of a block, a chain or a tree.
 
-    logits: fp32 `[B, block, V]`; row t is about the token after block token (or node) t.
+    scores: of `[B, block]` places; place t is about the token after block token (or node) t.
     features: `[B, block, features]`.
     cache: uncommitted.
     """
 
-    logits: Float[Array, "B block V"]
+    scores: Scores
     features: Float[Array, "B block features"]
     cache: Any
 

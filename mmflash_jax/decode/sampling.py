@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.adjust import Adjustments, adjust
+from mmflash_jax.layers.scores import Scores
 
 EXCLUDED = -jnp.inf
 
@@ -62,28 +63,25 @@ def pack(settings: Sequence[SamplingSettings]) -> Sampling:
 
 
 def choose(
-    logits: Float[Array, "B T V"],
+    scored: Scores,
     sampling: Sampling | None,
     place: Int[Array, "B T"],
     adjustments: Adjustments | None = None,
     drafted: Int[Array, "B drafts"] | None = None,
     before: Bool[Array, "B T drafts"] | None = None,
 ) -> Int[Array, "B T"]:
-    """The token of each distribution; `place` is its index in the row's answer.
+    """The token at each `[B, T]` place, which is its index in the row's answer.
 
     Greedy rows take the most likely token, the lowest id among equals. `adjustments` act on the
     logits first, with the drafts that come before each place (decode/adjust.py). The noise is of
     the place alone, so places may repeat: siblings in a tree of drafts draw with the same noise.
     """
 
-    def likeliest() -> Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
     def as_asked() -> Array:
-        wanted = adjust(logits, adjustments, drafted, before)
+        wanted = adjust(scored.make(), adjustments, drafted, before)
         return jnp.argmax(scores(wanted, sampling, place), axis=-1).astype(jnp.int32)
 
-    return _if_asked(sampling, adjustments, as_asked, likeliest)
+    return _if_asked(sampling, adjustments, as_asked, scored.likeliest)
 
 
 def rank(

@@ -6,6 +6,8 @@ ids" can be tested on the step itself.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +20,39 @@ from mmflash_jax.decode.records import Acceptance, DecodeState, Plan, Verificati
 from mmflash_jax.decode.sampling import choose, rank
 from mmflash_jax.drafters import Anchor, Context, Heads, Proposal
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.layers.scores import Scores
 from mmflash_jax.layers.tree import along
-from pallas_kernels import ancestors_of, depths_of
+from pallas_kernels import ancestors_of, depths_of, likeliest, product
+from pallas_kernels.likeliest import pays
 
 
 def borrow_heads(plan: Plan, params: Params) -> Heads:
     """The target's table and head as functions, for the drafter."""
     return Heads(
         embed=functools.partial(plan.target.embed_raw, params["target"]),
-        logits=functools.partial(plan.target.logits_raw, params["target"]),
+        logits=lambda hidden: product.logits(hidden, plan.target.head(params["target"])),
     )
 
 
-def _pick(plan: Plan, state: DecodeState, logits: Array, first: int | Array = 0) -> Array:
+def _scores(plan: Plan, params: Params, hidden: Array, logits: Callable[[], Array]) -> Scores:
+    """Of hidden states whose `logits` are an increasing function of their products with the head.
+
+    Where a kernel finds the largest product, logits are left to whoever asks for them.
+    """
+    target = plan.target
+    table = target.head(params["target"])
+    if not pays(math.prod(hidden.shape[:-1]), table, target.kernels):
+        return Scores.of(logits())
+    find = functools.partial(
+        likeliest, hidden, table, vocabulary=plan.vocabulary, kernels=target.kernels
+    )
+    return Scores(hidden.shape[1], logits, find)
+
+
+def _pick(plan: Plan, state: DecodeState, scored: Scores, first: int | Array = 0) -> Array:
     """A draft's ids for the next places of each answer, by the rule that the target's follow."""
-    place = state.num_tokens[:, None] + first + jnp.arange(logits.shape[1])
-    return choose(plan.tokens_only(logits), state.sampling, place, state.adjustments)
+    place = state.num_tokens[:, None] + first + jnp.arange(scored.places)
+    return choose(scored.map(plan.tokens_only), state.sampling, place, state.adjustments)
 
 
 def _rank(plan: Plan, state: DecodeState, logits: Array, first: int | Array = 0) -> Array:
@@ -67,6 +86,7 @@ def propose(plan: Plan, params: Params, state: DecodeState) -> Proposal:
     """The draft's ids for the tokens after each anchor."""
     heads = dataclasses.replace(
         borrow_heads(plan, params),
+        scores=functools.partial(_scores, plan, params),
         pick=functools.partial(_pick, plan, state),
         rank=functools.partial(_rank, plan, state),
         keys_values=functools.partial(plan.target.keys_values, state.cache),
@@ -91,8 +111,9 @@ def verify(plan: Plan, params: Params, state: DecodeState, proposal: Proposal) -
         capture=plan.drafter.capture,
         parents=parents,
     )
-    logits = plan.tokens_only(target.logits(params["target"], out.hidden))
-    return Verification(logits=logits, features=out.features, cache=out.cache)
+    scores = _scores(plan, params, out.hidden, lambda: target.logits(params["target"], out.hidden))
+    scores = scores.map(plan.tokens_only)
+    return Verification(scores=scores, features=out.features, cache=out.cache)
 
 
 def commit(
@@ -108,9 +129,9 @@ def commit(
     block rows stay: the first ones, or those of the accepted path through a tree.
     """
     count, path = acceptance.count, acceptance.path
-    features, logits = verification.features, verification.logits
+    features, logits = verification.features, verification.scores.make
     if path is not None:
-        features, logits = along(path, features), along(path, logits)
+        features, logits = along(path, features), lambda: along(path, verification.scores.make())
     rows = jnp.arange(count.shape[0])[:, None]
     place = jnp.arange(acceptance.ids.shape[1])
     slot = jnp.where(

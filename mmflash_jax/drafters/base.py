@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.cache import CachedKeys
 from mmflash_jax.layers.schema import Params
+from mmflash_jax.layers.scores import Scores
 
 DraftState = Any
 
@@ -69,10 +70,16 @@ class Proposal:
     parents: Array | None = None
 
 
-def most_likely(logits: Array, first: int | Array = 0) -> Array:
-    """The id of the largest logit, the lowest among equals: `[..., V]` -> `[...]`."""
+def most_likely(scored: Scores, first: int | Array = 0) -> Array:
+    """The id of the largest logit at each place, the lowest among equals."""
     del first
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return scored.likeliest()
+
+
+def made_at_once(hidden: Array, logits: Callable[[], Array]) -> Scores:
+    """Scores whose logits are made whoever reads them."""
+    del hidden
+    return Scores.of(logits())
 
 
 def log_likelihood(logits: Array, first: int | Array = 0) -> Array:
@@ -91,8 +98,10 @@ class Heads:
 
     embed: ids `[B, T]` -> unscaled rows `[B, T, D]`.
     logits: hidden `[..., D]` -> fp32 logits `[..., V]` without soft cap.
-    pick: draft logits `[B, T, V]` of the drafts from number `first` on (0: the one right after the
-        anchor) -> ids, by the rule that the target's tokens are chosen by.
+    scores: hidden `[B, T, D]` and what makes its draft logits, which must be an increasing function
+        of what `logits` gives -> their `Scores`.
+    pick: `Scores` of the drafts from number `first` on (0: the one right after the anchor) -> ids,
+        by the rule that the target's tokens are chosen by.
     rank: draft logits `[B, T, V]`, all of them for draft number `first` -> fp32 log-likelihood
         `[B, T, V]` that each id is the target's choice there.
     keys_values: what the last layer of a kind ("full_attention", "sliding_attention") reads of the
@@ -101,6 +110,7 @@ class Heads:
 
     embed: Callable[[Array], Array]
     logits: Callable[[Array], Array]
+    scores: Callable[[Array, Callable[[], Array]], Scores] = made_at_once
     pick: Callable[..., Array] = most_likely
     rank: Callable[..., Array] = log_likelihood
     keys_values: Callable[[str], CachedKeys] = _no_cache

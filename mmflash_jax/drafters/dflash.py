@@ -17,7 +17,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from mmflash_jax.drafters.base import Anchor, Context, FitError, Heads, Proposal
+from mmflash_jax.drafters.base import (
+    Anchor,
+    Context,
+    FitError,
+    Heads,
+    Proposal,
+    made_at_once,
+)
 from mmflash_jax.drafters.dflash_config import Config, Layer
 from mmflash_jax.layers.attention import Attention
 from mmflash_jax.layers.linear import linear
@@ -261,7 +268,11 @@ class DFlash:
         ids = block_ids(anchor.ids[:, None], self.config)
         hidden = self.denoise(params, state, ids, anchor.length[:, None], heads)
         # The anchor's own row predicts nothing; row k predicts the token at its own position.
-        return Proposal(ids=heads.pick(self.logits(hidden[:, 0, 1:], heads)))
+        hidden = hidden[:, 0, 1:]
+        logits = functools.partial(self.logits, hidden, heads)
+        # A factor below zero would turn the order of the head's products around.
+        scores = heads.scores if self.config.output_multiplier > 0 else made_at_once
+        return Proposal(ids=heads.pick(scores(hidden, logits)))
 
     def denoise(
         self,

@@ -33,6 +33,7 @@ from mmflash_jax.drafters.eagle3_network import Model, weight_rules
 from mmflash_jax.drafters.growth import Level, grow, most_nodes
 from mmflash_jax.layers.cache import AttentionCache, empty_cache, write_cache
 from mmflash_jax.layers.schema import Params, abstract_module, initialise
+from mmflash_jax.layers.scores import Scores
 from mmflash_jax.layers.tree import BlockRows, along
 from mmflash_jax.weights import Rule, WeightsError
 from mmflash_jax.weights.hf_config import ConfigError
@@ -280,7 +281,7 @@ class Eagle3:
             for number in range(self.draft_tokens):
                 level = Level(number=number, ids=ids[-1], above=jnp.zeros_like(ids[-1]))
                 logits, start = run(start, level)
-                ids.append(heads.pick(logits, number))
+                ids.append(heads.pick(Scores.of(logits), number))
             return Proposal(ids=jnp.concatenate(ids[1:], axis=1))
 
         def likelihood(drafted: Drafted, level: Level) -> tuple[Float[Array, "B W V"], Drafted]:
@@ -359,8 +360,8 @@ class Eagle3:
         def chain(ids: Array, hidden: Array, length: Array) -> Array:
             made: list[Array] = []
 
-            def right(logits: Array, number: int) -> Array:
-                made.append(logits)
+            def right(scored: Scores, number: int) -> Array:
+                made.append(scored.make())
                 return ids[:, number + 1 : number + 2]
 
             self.propose(

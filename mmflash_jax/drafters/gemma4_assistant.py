@@ -30,6 +30,7 @@ from mmflash_jax.layers.mlp import GeGLU
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.rotary import proportional_angles
 from mmflash_jax.layers.schema import Params, abstract_module
+from mmflash_jax.layers.scores import Scores
 from mmflash_jax.weights import TRANSPOSE, Rule, mlp_projections
 from mmflash_jax.weights.gemma4_layers import Rotary, heads_of, layer_kinds, rotary_of
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
@@ -318,7 +319,7 @@ class Gemma4Assistant:
             ids, hidden = carry
             row = heads.embed(ids).astype(hidden.dtype) * scale
             logits, hidden = model(row, hidden, keys, anchor, self.kernels)
-            ids = heads.pick(logits, step)
+            ids = heads.pick(Scores.of(logits), step)
             return (ids, hidden), ids[:, 0]
 
         start = (anchor.ids[:, None], state.hidden[:, None])

@@ -38,6 +38,7 @@ from mmflash_jax.layers.norm import ZeroCentredRMSNorm
 from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, abstract_module, initialise
+from mmflash_jax.layers.scores import Scores
 from mmflash_jax.weights import TRANSPOSE, Rule, attention_projections, mlp_projections
 from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
 from pallas_kernels import Kernels
@@ -299,7 +300,7 @@ class Qwen35MTP:
                 rows, hidden, positions, state.cache, length, jnp.zeros_like(length), self.kernels
             )
             out = lax.dynamic_index_in_dim(out, step, axis=1)
-            chosen = heads.pick(heads.logits(out), step)
+            chosen = heads.pick(Scores.of(heads.logits(out)), step)
             return (
                 rows.at[:, step + 1].set(_first(heads.embed(chosen), rows), mode="drop"),
                 hidden.at[:, step + 1].set(_first(out, hidden), mode="drop"),

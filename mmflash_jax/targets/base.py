@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from mmflash_jax.layers.cache import CachedKeys
 from mmflash_jax.layers.schema import Params
 from mmflash_jax.weights import Rule
+from pallas_kernels import Kernels
 
 Cache = Any
 Embedded = Any
@@ -51,6 +52,9 @@ class Target(Protocol):
 
     @property
     def dtype(self) -> str: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
 
     @property
     def position_axes(self) -> int:
@@ -132,8 +136,9 @@ class Target(Protocol):
         """fp32 logits, soft cap and tying included."""
         ...
 
-    def logits_raw(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
-        """fp32 products with the output head alone, no soft cap: what a draft borrows."""
+    def head(self, params: Params) -> Float[Array, "V D"]:
+        """The table of the output head, which a draft borrows. `logits` are an increasing function
+        of the products with it (`pallas_kernels.product.logits`)."""
         ...
 
     def init_cache(self, batch: int, capacity: int, block: int) -> Cache:

@@ -42,6 +42,7 @@ from mmflash_jax.weights import TRANSPOSE, Rule, attention_projections, mlp_proj
 from mmflash_jax.weights.gemma4_layers import Rotary
 from pallas_kernels import Kernels, attention_heads, block_attention
 from pallas_kernels.attention_heads import splits
+from pallas_kernels.product import logits
 
 
 @jax.tree_util.register_dataclass
@@ -317,11 +318,11 @@ class Gemma4:
     def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Soft cap in fp32; transformers caps in the dtype of the weights, where logits tie."""
         cap = self.config.final_logit_softcapping
-        logits = self.logits_raw(params, hidden)
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        made = logits(hidden, self.head(params))
+        return made if cap is None else cap * jnp.tanh(made / cap)
 
-    def logits_raw(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
-        return self._model(params).embed_tokens.attend(hidden)
+    def head(self, params: Params) -> Float[Array, "V D"]:
+        return self._model(params).embed_tokens.embedding[...]
 
     def init_cache(self, batch: int, capacity: int, block: int) -> Cache:
         def layer(layer: Layer) -> AttentionCache:

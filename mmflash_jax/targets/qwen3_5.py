@@ -47,6 +47,7 @@ from mmflash_jax.weights import (
     side_by_side,
 )
 from pallas_kernels import Kernels
+from pallas_kernels.product import logits
 
 
 @no_type_check  # JAX rebuilds it around things that are no arrays.
@@ -229,12 +230,12 @@ class Qwen35:
     embed_raw = embed
 
     def logits(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
-        return self.logits_raw(params, hidden)
+        return logits(hidden, self.head(params))
 
-    def logits_raw(self, params: Params, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+    def head(self, params: Params) -> Float[Array, "V D"]:
         model = self._model(params)
         head = model.embed_tokens if self.config.tie_word_embeddings else model.lm_head
-        return head.attend(hidden)
+        return head.embedding[...]
 
     def init_cache(self, batch: int, capacity: int, block: int) -> Cache:
         c, dtype = self.config, jnp.dtype(self.dtype)

@@ -14,9 +14,13 @@ __all__ = ["likeliest", "pays"]
 FEWEST_ROWS, MOST_ROWS = 33, 128
 
 
-def pays(rows: int) -> bool:
-    """Whether the kernel is worth asking for."""
-    return FEWEST_ROWS <= rows <= MOST_ROWS
+def pays(rows: int, table: Float[Array, "V D"], kernels: Kernels) -> bool:
+    """Whether a kernel would run, and is worth it.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    return _chosen(table, kernels) != "reference" and FEWEST_ROWS <= rows <= MOST_ROWS
 
 
 def likeliest(
@@ -34,11 +38,15 @@ def likeliest(
     Raises:
         KernelError: `kernels` names a kernel that cannot run here.
     """
-    obstacle = None if kernels == "reference" else gpu.obstacle(*table.shape)
-    chosen = implementation("likeliest", kernels, table.dtype, obstacle)
+    chosen = _chosen(table, kernels)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if chosen == "reference":
         ids = reference.likeliest(rows, table, vocabulary)
     else:
         ids = gpu.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
     return ids.reshape(x.shape[:-1])
+
+
+def _chosen(table: Array, kernels: Kernels) -> str:
+    obstacle = None if kernels == "reference" else gpu.obstacle(*table.shape)
+    return implementation("likeliest", kernels, table.dtype, obstacle)

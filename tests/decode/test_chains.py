@@ -13,6 +13,7 @@ from mmflash_jax.decode.prefill import extend, prefill
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.decode.step import _pick
 from mmflash_jax.drafters.narrowed import Narrowed
+from mmflash_jax.layers.scores import Scores
 from tests.chains import chain_for
 from tests.decode import drafters
 from tests.decode.running import (
@@ -69,9 +70,9 @@ def test_a_draft_of_a_chain_is_picked_for_its_own_place(bench, chain):
     state = prefill(chain.plan, chain.params, prompts, capacity=CAPACITY, chunk=CHUNK)
     logits = np.random.default_rng(0).normal(size=(4, TOKENS, 288)).astype(np.float32)
     logits = jax.numpy.asarray(logits)
-    together = np.asarray(_pick(chain.plan, state, logits))
+    together = np.asarray(_pick(chain.plan, state, Scores.of(logits)))
     for place in range(TOKENS):
-        one = _pick(chain.plan, state, logits[:, place : place + 1], place)
+        one = _pick(chain.plan, state, Scores.of(logits[:, place : place + 1]), place)
         np.testing.assert_array_equal(one[:, 0], together[:, place])
     assert (together[0] != np.asarray(logits)[0].argmax(-1)).any()
 

@@ -2,12 +2,14 @@
 
 import collections
 import dataclasses
+import importlib
 import itertools
 
 import jax
 import numpy as np
 import pytest
 
+from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan
 from mmflash_jax.decode.step import step
@@ -42,9 +44,12 @@ quick_step = quick_jit(step, static_argnames="plan")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def products_in_parts():
-    """As those of a full-size model are, whose inner axes are longer."""
+def products_of_full_size():
+    """As those of a full-size model are, whose inner axes are longer, and the head's as those of
+    many rows."""
     with pytest.MonkeyPatch.context() as patch:
+        # The package's attribute of that name is the function.
+        patch.setattr(importlib.import_module("pallas_kernels.likeliest"), "FEWEST_ROWS", 2)
         patch.setattr(parts, "LEAST_PART", 16)
         patch.setattr(parts, "TILE_INNER", 16)
         assert parts.number_of_parts(8, 64, 64) == 4
@@ -66,14 +71,18 @@ def pair(request, tmp_path_factory):
     return target, drafter, params, prompts
 
 
-def run(target, drafter, params, prompts, kernels):
+def run(target, drafter, params, prompts, kernels, vocabulary=None):
     """Ids of both rows; prompts are always taken in by the reference."""
-    start = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
-    target = dataclasses.replace(target, kernels=kernels)
-    drafter = dataclasses.replace(drafter, kernels=kernels)
+    plan = Plan(target, drafter, (), vocabulary)
+    start = prefill(plan, params, prompts, capacity=64, chunk=32)
     while start.running.any():
-        start = quick_step(Plan(target, drafter, ()), params, start)
+        start = quick_step(with_kernels(plan, kernels), params, start)
     return start
+
+
+def with_kernels(plan, kernels="interpret"):
+    target, drafter = (dataclasses.replace(x, kernels=kernels) for x in (plan.target, plan.drafter))
+    return dataclasses.replace(plan, target=target, drafter=drafter)
 
 
 def test_drafted_ids_with_kernels_are_those_of_the_reference(pair):
@@ -99,14 +108,51 @@ def test_widths_may_change_between_steps_with_kernels(pair):
     assert answers(state) == answers(wanted)
 
 
+def test_rows_that_sample_or_ask_for_logprobs_get_their_logits(pair):
+    """One row is greedy and wants log-probabilities, one samples; the head has padding rows."""
+    target, drafter, params, prompts = pair
+    prompts = [
+        dataclasses.replace(prompts[0], logprobs=True),
+        dataclasses.replace(prompts[1], sampling=SamplingSettings(temperature=0.8, seed=3)),
+    ]
+    most = max(max(ids) for ids in answers(run(target, drafter, params, prompts, "reference")))
+    wanted, got = (
+        run(target, drafter, params, prompts, k, most) for k in ("reference", "interpret")
+    )
+    assert answers(got) == answers(wanted)
+    assert max(max(ids) for ids in answers(got)) < most
+    assert got.logprobs is not None
+    assert wanted.logprobs is not None
+    np.testing.assert_allclose(got.logprobs.chosen[0], wanted.logprobs.chosen[0], atol=1e-4)
+
+
+def shapes_of(jaxpr):
+    """Of all arrays of a program, those inside kernels left out."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval.shape for variable in equation.outvars)
+        if equation.primitive.name == "pallas_call":
+            continue
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from shapes_of(inner)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "interpret"])
+def test_greedy_steps_with_kernels_make_no_logits(pair, kernels):
+    target, drafter, params, prompts = pair
+    plan = Plan(target, drafter, ())
+    start = prefill(plan, params, prompts, capacity=64, chunk=32)
+    program = jax.make_jaxpr(step, static_argnums=0)(with_kernels(plan, kernels), params, start)
+    vocabulary = target.config.vocab_size
+    made = [shape for shape in shapes_of(program.jaxpr) if shape and shape[-1] == vocabulary]
+    assert bool(made) == (kernels == "reference")
+
+
 def test_every_layer_of_a_step_runs_a_kernel(pair):
     target, drafter, params, prompts = pair
     start = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
-    plan = Plan(
-        dataclasses.replace(target, kernels="interpret"),
-        dataclasses.replace(drafter, kernels="interpret"),
-        (),
-    )
+    plan = with_kernels(Plan(target, drafter, ()))
     program = jax.make_jaxpr(step, static_argnums=0)(plan, params, start)
     count = collections.Counter(kernel_names(program.jaxpr))
     own, drafted = target.config.num_hidden_layers, len(drafter.config.layers)
@@ -117,6 +163,9 @@ def test_every_layer_of_a_step_runs_a_kernel(pair):
     # Mixer and MLP join the stream, in Gemma 4 the per-layer input too.
     joins = 3 if isinstance(target, Gemma4) else 2
     assert count["residual_norm"] == joins * own + 2 * drafted, count
+    assert count["gated_product"] == own + drafted, count
+    # Of the draft and of the target.
+    assert count["likeliest"] == 2, count
 
 
 def kernel_names(jaxpr):

@@ -17,6 +17,7 @@ from mmflash_jax.decode.sampling import (
     log_probabilities,
 )
 from mmflash_jax.decode.step import _pick
+from mmflash_jax.layers.scores import Scores
 from tests.decode import drafters
 from tests.decode.running import answers, generate, walk
 from tests.targets.passes import prefill
@@ -77,7 +78,7 @@ def test_tokens_follow_the_filtered_distribution(name, temperature):
     many = jnp.broadcast_to(jnp.asarray(logits), (1, draws, VOCABULARY))
     got = np.exp(np.asarray(log_probabilities(many[:, :1], sampling))[0, 0])
     np.testing.assert_allclose(got, p, rtol=1e-5, atol=1e-7)
-    ids = np.asarray(choose(many, sampling, jnp.arange(draws)[None]))[0]
+    ids = np.asarray(choose(Scores.of(many), sampling, jnp.arange(draws)[None]))[0]
     assert_drawn_from(np.bincount(ids, minlength=VOCABULARY), p)
     pairs = np.zeros((VOCABULARY, VOCABULARY))
     np.add.at(pairs, (ids[::2], ids[1::2]), 1)
@@ -89,7 +90,7 @@ def test_differences_below_bfloat16_count():
     logits = np.array([8.0, 8.015, 0.0], np.float32)
     assert len(set(logits.astype(ml_dtypes.bfloat16).tolist())) == 2
     draws, temperature = 40_000, 0.02
-    many = jnp.broadcast_to(jnp.asarray(logits), (1, draws, 3))
+    many = Scores.of(jnp.broadcast_to(jnp.asarray(logits), (1, draws, 3)))
     ids = choose(many, settings_of(temperature=temperature, seed=4), jnp.arange(draws)[None])
     share = np.bincount(np.asarray(ids)[0], minlength=3) / draws
     np.testing.assert_allclose(share, expected(logits, temperature=temperature), atol=0.01)
@@ -226,7 +227,7 @@ def test_padding_rows_of_the_head_are_never_chosen(bench):
     state = walk(plan, params, prompts)[-1]
     assert answers(state) == plain
     logits = jnp.where(jnp.arange(288) == known, 9.0, jnp.zeros((4, 1, 288)))
-    assert (np.asarray(_pick(plan, state, logits)) < known).all()
+    assert (np.asarray(_pick(plan, state, Scores.of(logits))) < known).all()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from mmflash_jax.drafters.eagle3_config import default_layer_ids
 from mmflash_jax.load import load_drafter, load_target
 from mmflash_jax.weights import WeightsError, export_params
 from mmflash_jax.weights.hf_config import ConfigError
+from pallas_kernels import product
 from tests import tiny
 from tests.drafters.eagle3 import KNOWN, Head, eagle_config, layer_config, speculators_config
 from tests.drafts import random_draft
@@ -108,17 +109,24 @@ def proposal_of(drafter, params, state, target, *, asked=None):
     """What is proposed after `ANCHORS`; `asked` collects the logits `[B, W, V]` of each level."""
     _, plan, target_params = target
 
-    def recorded(rule, logits, first):
+    def record(logits, first):
         if asked is not None:
             assert int(first) == len(asked)
             asked.append(np.asarray(logits))
-        return rule(logits)
+
+    def pick(scored, first=0):
+        record(scored.make(), first)
+        return most_likely(scored)
+
+    def rank(logits, first=0):
+        record(logits, first)
+        return log_likelihood(logits)
 
     heads = Heads(
         embed=lambda ids: plan.embed_raw(target_params, ids),
-        logits=lambda hidden: plan.logits_raw(target_params, hidden),
-        pick=lambda logits, first=0: recorded(most_likely, logits, first),
-        rank=lambda logits, first=0: recorded(log_likelihood, logits, first),
+        logits=lambda hidden: product.logits(hidden, plan.head(target_params)),
+        pick=pick,
+        rank=rank,
     )
     anchor = Anchor(
         ids=jnp.asarray(ANCHORS), length=jnp.asarray(LENGTHS), positions=jnp.full((3, 3), 777)

@@ -19,6 +19,7 @@ from mmflash_jax.layers.cache import CachedKeys, empty_cache, write_cache
 from mmflash_jax.load import load_drafter, load_target
 from mmflash_jax.weights import WeightsError, export_params
 from mmflash_jax.weights.hf_config import ConfigError
+from pallas_kernels import product
 from tests.drafters import assistant
 from tests.drafts import anchor_of, context_of
 from tests.targets.prompts import make_prompt
@@ -88,14 +89,14 @@ def test_chain_logits_match_transformers(target, made):
         state = drafter.absorb(weights, state, context_of(taken, LENGTHS - count, counts))
     seen: Any = []
 
-    def pick(logits, first=0):
+    def pick(scored, first=0):
         assert int(first) == len(seen)
-        seen.append(np.asarray(logits)[:, 0])
-        return most_likely(logits)
+        seen.append(np.asarray(scored.make())[:, 0])
+        return most_likely(scored)
 
     heads = Heads(
         embed=lambda ids: plan.embed_raw(params, ids),
-        logits=lambda hidden: plan.logits_raw(params, hidden),
+        logits=lambda hidden: product.logits(hidden, plan.head(params)),
         pick=pick,
         keys_values=keys.__getitem__,
     )

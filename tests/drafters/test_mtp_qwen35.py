@@ -15,6 +15,7 @@ from mmflash_jax.drafters.base import most_likely
 from mmflash_jax.load import load_drafter, load_target
 from mmflash_jax.weights import WeightsError, export_params
 from mmflash_jax.weights.hf_config import ConfigError
+from pallas_kernels import product
 from tests import tiny
 from tests.drafters import mtp
 from tests.drafts import random_draft
@@ -76,14 +77,14 @@ def test_chain_logits_match_the_reference(made):
     anchors, later = np.array([7, 130, 65]), np.array([4, 60, 31])
     seen: Any = []
 
-    def pick(logits, first=0):
+    def pick(scored, first=0):
         assert int(first) == len(seen)
-        seen.append(np.asarray(logits)[:, 0])
-        return most_likely(logits)
+        seen.append(np.asarray(scored.make())[:, 0])
+        return most_likely(scored)
 
     heads = Heads(
         embed=lambda ids: target.embed_raw(target_params, ids),
-        logits=lambda hidden: target.logits_raw(target_params, hidden),
+        logits=lambda hidden: product.logits(hidden, target.head(target_params)),
         pick=pick,
     )
     positions = jnp.broadcast_to(jnp.asarray(later), (3, 3))

@@ -130,8 +130,8 @@ def test_training_logits_are_those_of_serving(made):
         state = absorb(params, plan.init_state(2, LENGTH), context)
         seen: list[Any] = []
 
-        def pick(logits, first=0, length=length, seen=seen):
-            seen.append(np.asarray(logits)[:, 0])
+        def pick(scored, first=0, length=length, seen=seen):
+            seen.append(np.asarray(scored.make())[:, 0])
             place = np.minimum(length + 1 + first, LENGTH - 1)
             return jnp.asarray(ids[np.arange(2), place])[:, None]
 
