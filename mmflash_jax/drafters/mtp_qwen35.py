@@ -9,7 +9,6 @@ first in the joined vector, the hidden state is the one after the final norm, an
 that of the hidden state, also where an image makes positions jump.
 """
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,78 +28,14 @@ from mmflash_jax.drafters.base import (
     Proposal,
     chain_inputs,
 )
+from mmflash_jax.drafters.mtp_qwen35_config import Config
+from mmflash_jax.drafters.mtp_qwen35_network import Model
 from mmflash_jax.layers.cache import AttentionCache, empty_cache
 from mmflash_jax.layers.capture import AFTER_NORM
-from mmflash_jax.layers.gated_attention import GatedAttention
-from mmflash_jax.layers.linear import linear
-from mmflash_jax.layers.mlp import SwiGLU
-from mmflash_jax.layers.norm import ZeroCentredRMSNorm
-from mmflash_jax.layers.residual import add_product
-from mmflash_jax.layers.rotary import mrope_angles
 from mmflash_jax.layers.schema import Params, abstract_module, initialise
 from mmflash_jax.layers.scores import Scores
 from mmflash_jax.weights import TRANSPOSE, Rule, attention_projections, mlp_projections
-from mmflash_jax.weights.hf_config import ConfigError, expect, mrope, require
 from pallas_kernels import Kernels
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The fields of the target's `config.json` that decide the head's computation."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rotary_dim: int
-    mrope_section: tuple[int, int, int]
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "Config":
-        """From a `Qwen3_5ForConditionalGeneration` config.
-
-        Raises:
-            ConfigError: a field is missing, or the head is of a kind that is not implemented.
-        """
-        where = "config.json"
-        text = require(config, "text_config", where)
-        inside = f"{where} text_config"
-        layers = text.get("mtp_num_hidden_layers", 1)
-        if not layers:
-            raise ConfigError(
-                f"{inside}: mtp_num_hidden_layers is {layers}, so this checkpoint has no MTP head; "
-                "name another draft"
-            )
-        expect(
-            text, inside, hidden_act=["silu"], attention_bias=[False], mtp_num_hidden_layers=[1],
-            mtp_use_dedicated_embeddings=[False],
-        )  # fmt: skip
-        for place in (config, text):
-            expect(place, inside, quantization_config=[None])
-        names = [
-            "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
-            "num_key_value_heads", "head_dim", "rms_norm_eps",
-        ]  # fmt: skip
-        fields = {name: require(text, name, inside) for name in names}
-        return cls(**fields, **mrope(text, inside))
-
-    def to_hf(self) -> dict[str, Any]:
-        """As much of the target's config as `from_hf` reads."""
-        fields = dataclasses.asdict(self)
-        rope = {
-            "rope_type": "default",
-            "rope_theta": fields.pop("rope_theta"),
-            "partial_rotary_factor": fields.pop("rotary_dim") / self.head_dim,
-            "mrope_section": list(fields.pop("mrope_section")),
-            "mrope_interleaved": True,
-        }
-        own = {"hidden_act": "silu", "attention_bias": False, "mtp_num_hidden_layers": 1}
-        text = {**fields, **own, "rope_parameters": rope}
-        return {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
 
 
 @no_type_check  # JAX rebuilds it around things that are no arrays.
@@ -129,67 +64,6 @@ class WholeRows:
     cache: AttentionCache
     hidden: Array
     positions: Array
-
-
-class DecoderLayer(nnx.Module):
-    """As a full-attention layer of the target."""
-
-    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        norm = functools.partial(ZeroCentredRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        self.input_layernorm = norm(config.hidden_size)
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.self_attn = GatedAttention(config, dtype=dtype, rngs=rngs)
-        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        cache: AttentionCache,
-        angles: Float[Array, "B T half"],
-        length: Int[Array, " B"],
-        count: Int[Array, " B"],
-        following: ZeroCentredRMSNorm,
-        kernels: Kernels,
-    ) -> tuple[Float[Array, "B T D"], AttentionCache]:
-        """The output, through the `following` norm."""
-        normed = self.input_layernorm(x)
-        mixed, cache = self.self_attn(normed, cache, angles, length, count, kernels)
-        add = functools.partial(add_product, kernels=kernels)
-        x, normed = add(x, self.self_attn.o_proj, mixed, self.post_attention_layernorm)
-        return add(x, self.mlp.down_proj, self.mlp.inner(normed, kernels), following)[1], cache
-
-
-class Model(nnx.Module):
-    """Two norms, a projection of both halves, the layer and the last norm."""
-
-    def __init__(self, config: Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.config = config
-        norm = functools.partial(ZeroCentredRMSNorm, eps=config.rms_norm_eps, dtype=dtype)
-        self.pre_fc_norm_embedding = norm(config.hidden_size)
-        self.pre_fc_norm_hidden = norm(config.hidden_size)
-        self.fc = linear(2 * config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs)])
-        self.norm = norm(config.hidden_size)
-
-    def __call__(
-        self,
-        rows: Float[Array, "B T D"],
-        hidden: Float[Array, "B T D"],
-        positions: Int[Array, "3 B T"],
-        cache: AttentionCache,
-        length: Int[Array, " B"],
-        count: Int[Array, " B"],
-        kernels: Kernels = "reference",
-    ) -> tuple[Float[Array, "B T D"], AttentionCache]:
-        """Hidden states after the last norm, and the cache with `count` more tokens.
-
-        `rows` are the token after each `hidden`.
-        """
-        c = self.config
-        angles = mrope_angles(positions, c.rope_theta, c.rotary_dim, c.mrope_section)
-        halves = [self.pre_fc_norm_embedding(rows), self.pre_fc_norm_hidden(hidden)]
-        x = self.fc(jnp.concatenate(halves, axis=-1))
-        return self.layers[0](x, cache, angles, length, count, self.norm, kernels)
 
 
 @runtime_checkable

@@ -32,7 +32,8 @@ from mmflash_jax.engine.metrics import Metrics
 from mmflash_jax.engine.offline import Timing
 from mmflash_jax.engine.pace import Pace
 from mmflash_jax.engine.programs import blank_prompts, large_programs
-from mmflash_jax.engine.tickets import BusyError, RefusedError, Ticket, TokenLogprobs, Update
+from mmflash_jax.engine.telling import fail, tell, to_host
+from mmflash_jax.engine.tickets import BusyError, RefusedError, Ticket, Update
 from mmflash_jax.layers.schema import Params
 
 log = logging.getLogger(__name__)
@@ -294,7 +295,7 @@ class Engine:
                 # Nothing of the running state was touched: the others go on.
                 log.exception("a prompt failed")
                 self._prefills.popleft()
-                self._fail(one.ticket, f"the prompt failed: {type(error).__name__}")
+                fail(one.ticket, self.metrics, f"the prompt failed: {type(error).__name__}")
                 self._begin_prefills()
                 continue
             tokens -= done
@@ -345,7 +346,7 @@ class Engine:
     def _hand_out(self, last: _Run) -> list[int]:
         """Tell the requests of a run what they gained; the slots of those that ended."""
         emission = last.given.result()[1]
-        told = _to_host(emission, any(t and t.prompt.logprobs for t in last.tickets))
+        told = to_host(emission, any(t and t.prompt.logprobs for t in last.tickets))
         now = time.perf_counter()
         elapsed = now - (self._told_at if last.began is None else last.began)
         self._told_at = now
@@ -355,7 +356,7 @@ class Engine:
             if ticket is None or self._slots[slot] is not ticket:
                 continue
             before = ticket.committed
-            if self._tell(ticket, slot, told):
+            if tell(ticket, slot, told, self.metrics):
                 ended.append(slot)
             new = told.committed[slot] - (0 if before is None else before)
             committed += new
@@ -366,39 +367,6 @@ class Engine:
         self.timing.tokens += int(committed @ (1 + np.arange(len(committed))))
         self.metrics.width(last.width, steps)
         return ended
-
-    def _tell(self, ticket: Ticket, slot: int, told: Emission) -> bool:
-        """Deliver what a row gained; whether it has ended."""
-        new = int(told.num_tokens[slot]) - ticket.seen
-        reason = FINISH_REASONS.get(int(told.reason[slot]))
-        if not new and reason is None:
-            return False
-        logprobs = ()
-        if ticket.prompt.logprobs:
-            parts = zip(told.chosen[slot], told.likeliest[slot], told.values[slot], strict=True)
-            logprobs = tuple(
-                TokenLogprobs(chosen=float(chosen), ids=ids, values=values)
-                for chosen, ids, values in list(parts)[:new]
-            )
-        committed = np.asarray(told.committed[slot])
-        self.metrics.gained(ticket, new, committed)
-        ticket.seen += new
-        ticket.committed = committed
-        if reason is not None:
-            # Before the answer is out: who has it may read the counters.
-            self.metrics.finished(reason)
-        _deliver(
-            ticket,
-            Update(
-                ids=tuple(int(id) for id in told.ids[slot, :new]),
-                drafted=tuple(bool(kept) for kept in told.drafted[slot, :new]),
-                logprobs=logprobs,
-                finish_reason=reason,
-                steps=int(told.steps[slot]),
-                committed=tuple(int(count) for count in committed),
-            ),
-        )
-        return reason is not None
 
     def _free(self, slots: list[int]) -> None:
         if not slots:
@@ -417,11 +385,7 @@ class Engine:
             self._waiting.clear()
         for ticket in tickets:
             if ticket is not None and not ticket.cancelled:
-                self._fail(ticket, why)
-
-    def _fail(self, ticket: Ticket, why: str) -> None:
-        self.metrics.finished("error")
-        _deliver(ticket, Update(finish_reason="error", error=why))
+                fail(ticket, self.metrics, why)
 
 
 def _in_background(call: Callable[[], Any]) -> Future[Any]:
@@ -436,22 +400,3 @@ def _in_background(call: Callable[[], Any]) -> Future[Any]:
 
     threading.Thread(target=work, name="run", daemon=True).start()
     return future
-
-
-def _deliver(ticket: Ticket, update: Update) -> None:
-    """Hand over an update; a receiver that is gone ends its own request only."""
-    try:
-        ticket.deliver(update)
-    except Exception:
-        log.exception("an update could not be delivered")
-        ticket.cancelled = True
-
-
-def _to_host(emission: Emission, logprobs: bool) -> Any:
-    """The emission as numpy arrays; log-probabilities only if somebody asked for them."""
-    wanted = {
-        name: value
-        for name, value in vars(emission).items()
-        if logprobs or name not in ("chosen", "likeliest", "values")
-    }
-    return Emission(**{**vars(emission), **jax.device_get(wanted)})

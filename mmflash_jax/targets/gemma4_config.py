@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmflash_jax.towers.gemma4_vision import VisionConfig
+from mmflash_jax.towers.gemma4_vision_config import VisionConfig
 from mmflash_jax.weights.gemma4_layers import Rotary, heads_of, layer_kinds, rotary_of
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
 

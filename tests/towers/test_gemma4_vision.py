@@ -25,11 +25,11 @@ from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.schema import abstract_module
 from mmflash_jax.towers.gemma4_vision import (
     BOUNDS,
-    VisionConfig,
     VisionTower,
     unpack,
     weight_rules,
 )
+from mmflash_jax.towers.gemma4_vision_config import VisionConfig
 from mmflash_jax.weights import TensorStore, WeightsError, export_params, import_params
 from mmflash_jax.weights.hf_config import ConfigError
 from tests import tiny, tolerances
