@@ -52,5 +52,6 @@ def test_a_step_copies_nothing_large_and_is_one_graph(family, drafter, kernels, 
     assert report["graphs"] == ["kCommandBuffer"]
     assert report["weights_written"] == []
     assert report["aliased_bytes"] >= report["cache_bytes"]
-    # Two sets of logits and a split of the context; a copy of weights would be 50 MB and more.
-    assert report["temp_bytes"] <= batch * 45e6
+    # Two sets of logits and a split of the context; a copy of weights would be 50 MB and more. With
+    # 128 rows the kernel of the head leaves the logits out.
+    assert report["temp_bytes"] <= batch * (5e6 if kernels == "gpu" and batch == 8 else 45e6)
