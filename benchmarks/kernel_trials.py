@@ -11,11 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import (
-    attention_heads,
-    block_attention,
-    gated_delta_step,
-)
+from pallas_kernels import attention_heads, block_attention, gated_delta_step
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.attention_heads import splits as parts_of_heads
 from pallas_kernels.block_attention import cases as attention_cases

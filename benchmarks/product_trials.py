@@ -103,17 +103,14 @@ def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Tr
 def _in_chunks(x: Any, table: Any, chunks: int) -> Any:
     """The most likely tokens by XLA, some of the table after the other: logits of a chunk may stay
     on the chip until they are compared."""
-    best = None
     size = -(-len(table) // chunks)
+    best, ids = jnp.full(len(x), -jnp.inf), jnp.zeros(len(x), jnp.int32)
     for start in range(0, len(table), size):
         made = logits(x, table[start : start + size])
-        found = made.max(-1), made.argmax(-1).astype(jnp.int32) + start
-        if best is None:
-            best = found
-        else:
-            better = found[0] > best[0]
-            best = jnp.where(better, found[0], best[0]), jnp.where(better, found[1], best[1])
-    return None if best is None else best[1]
+        better = made.max(-1) > best
+        ids = jnp.where(better, made.argmax(-1).astype(jnp.int32) + start, ids)
+        best = jnp.maximum(best, made.max(-1))
+    return ids
 
 
 def likeliest_trials(case: likeliest_cases.Case, arguments: Time, batch: int) -> list[Trial]:

@@ -10,9 +10,8 @@ import jax
 
 Kernel = tuple[str, str]
 """Name of a kernel and the part of the program that it comes from."""
-
-
 STAGES = ("propose", "verify", "accept", "commit")
+"""Named scopes of a decoding step."""
 
 
 def write_profile(

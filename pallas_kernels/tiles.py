@@ -1,9 +1,9 @@
 """Tiles of the tensor cores, as kernels cut their work up."""
 
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array
+
+from pallas_kernels.product import matmul_precision
 
 LEAST = 16
 """The smallest side of a tensor-core product."""
@@ -14,7 +14,11 @@ def power_of_two(count: int) -> int:
     return 1 << max(count - 1, 0).bit_length()
 
 
+def divisor(width: int, most: int) -> int:
+    """The largest power of two that divides `width`, at most `most`."""
+    return min(width & -width, most)
+
+
 def dot(a: Array, b: Array) -> Array:
     """fp32 product of matrices of one dtype, inside a kernel."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return plt.dot(a, b, precision=precision)
+    return plt.dot(a, b, precision=matmul_precision(a.dtype))

@@ -21,6 +21,7 @@ from mmflash_jax.decode.records import FINISH_REASONS, DecodeState, Plan, Prompt
 from mmflash_jax.decode.slots import Emission, Pieces, Shape, empty_slots, insert, run
 from mmflash_jax.engine.offline import Answers, Completion
 from mmflash_jax.engine.planning import chunk_sizes
+from mmflash_jax.engine.telling import to_host
 from mmflash_jax.layers.schema import Params
 
 STEPS = 32
@@ -86,7 +87,7 @@ def answer_in_flight(
             plan, params, state,
             steps=shape.steps, rows=shape.slots, width=plan.drafter.block,
         )  # fmt: skip
-        told = _to_host(emission)
+        told = to_host(emission, logprobs=False)
         answers.timing.decode_s += time.perf_counter() - began
         for slot, row in enumerate(rows):
             answers.timing.tokens += row.gain(told, slot)
@@ -136,10 +137,3 @@ class _Row:
 def _prefilled(pieces: Pieces, prompt: Prompt) -> DecodeState:
     rows = [row for _, row in pieces.prefill(prompt) if row is not None]
     return rows[-1]
-
-
-def _to_host(emission: Emission) -> Emission:
-    """As numpy arrays; nobody asks for log-probabilities here."""
-    names = ("ids", "drafted", "num_tokens", "reason", "steps", "committed")
-    told = jax.device_get({name: getattr(emission, name) for name in names})
-    return dataclasses.replace(emission, **told)

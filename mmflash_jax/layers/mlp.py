@@ -9,12 +9,7 @@ from jaxtyping import Array, Float
 
 from mmflash_jax.layers.linear import linear
 from pallas_kernels import Kernels, gated_product
-from pallas_kernels.gated_product import Activation, activate, pays
-
-
-def gelu(x: Float[Array, "*batch F"], *, approximate: bool) -> Float[Array, "*batch F"]:
-    """GELU, exact or in its tanh form, in fp32, rounded once, as torch computes it."""
-    return activate(x, "gelu_tanh" if approximate else "gelu")
+from pallas_kernels.gated_product import Activation, pays
 
 
 class GatedMLP(nnx.Module):

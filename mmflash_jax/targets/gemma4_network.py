@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from mmflash_jax.layers.cache import AttentionCache, may_write_first, slots_of
 from mmflash_jax.layers.linear import Embedding, linear, projected
-from mmflash_jax.layers.mlp import GeGLU, gelu
+from mmflash_jax.layers.mlp import GeGLU
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.residual import add_product
 from mmflash_jax.layers.tree import BlockRows
@@ -20,6 +20,7 @@ from mmflash_jax.targets.gemma4_config import Config, Layer
 from mmflash_jax.towers.gemma4_vision import VisionTower
 from pallas_kernels import Kernels, attention_heads, block_attention
 from pallas_kernels.attention_heads import splits
+from pallas_kernels.gated_product import activate
 
 
 def times(x: Float[Array, "*batch"], factor: float) -> Float[Array, "*batch"]:
@@ -129,7 +130,7 @@ class DecoderLayer(nnx.Module):
             x, self.mlp.down_proj, self.mlp.inner(normed, kernels), None,
             post=self.post_feedforward_layernorm,
         )  # fmt: skip
-        gate = gelu(self.per_layer_input_gate(x), approximate=True)
+        gate = activate(self.per_layer_input_gate(x), "gelu_tanh")
         # Drawn into the product, the gate would take a copy of `per_layer` and a slower product.
         gated = lax.optimization_barrier(gate * per_layer)
         x, normed = add(

@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from mmflash_jax.layers.linear import linear
-from mmflash_jax.layers.mlp import gelu
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Path
@@ -24,6 +23,7 @@ from mmflash_jax.towers.gemma4_vision_config import VisionConfig
 from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform
 from pallas_kernels import apply_rotary
+from pallas_kernels.gated_product import activate
 
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 # Checkpoints keep a bound without axes; with one it can be sliced like every other array.
@@ -138,7 +138,7 @@ class MLP(nnx.Module):
         self.down_proj = ClippedLinear(inner, width, config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        return self.down_proj(gelu(self.gate_proj(x), approximate=True) * self.up_proj(x))
+        return self.down_proj(activate(self.gate_proj(x), "gelu_tanh") * self.up_proj(x))
 
 
 class Block(nnx.Module):

@@ -16,7 +16,6 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from mmflash_jax.layers.linear import Embedding, linear
-from mmflash_jax.layers.mlp import gelu
 from mmflash_jax.layers.norm import LayerNorm
 from mmflash_jax.layers.rotary import rotary_angles
 from mmflash_jax.layers.schema import Path
@@ -24,6 +23,7 @@ from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform, flatten_patches
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
 from pallas_kernels import apply_rotary
+from pallas_kernels.gated_product import activate
 
 LAYER_NORM_EPS = 1e-6
 
@@ -157,7 +157,7 @@ class MLP(nnx.Module):
         self.linear_fc2 = linear(inner, width, dtype=dtype, rngs=rngs, bias=True)
 
     def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        return self.linear_fc2(gelu(self.linear_fc1(x), approximate=True))
+        return self.linear_fc2(activate(self.linear_fc1(x), "gelu_tanh"))
 
 
 class Block(nnx.Module):
@@ -193,7 +193,7 @@ class Merger(nnx.Module):
         images, P, width = x.shape
         grouped = self.norm(x).reshape(images, P // self.unit, width * self.unit)
         # Exact GELU here, tanh GELU in the blocks: so is the reference.
-        return self.linear_fc2(gelu(self.linear_fc1(grouped), approximate=False))
+        return self.linear_fc2(activate(self.linear_fc1(grouped), "gelu"))
 
 
 class VisionTower(nnx.Module):

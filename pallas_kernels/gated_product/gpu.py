@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.gated_product.reference import Activation, activate
-from pallas_kernels.tiles import LEAST, dot, power_of_two
+from pallas_kernels.tiles import LEAST, divisor, dot, power_of_two
 
 MOST_ROWS = 128
 
@@ -47,16 +47,11 @@ def own_tile(rows: int, width_in: int, columns: int, dtype: Any) -> Tile:
     held = min(max(LEAST, power_of_two(rows)), MOST_ROWS)
     if jnp.dtype(dtype).itemsize == 4:
         # fp32 products use no tensor cores: small tiles, or registers spill.
-        return Tile(LEAST, LEAST, _divisor(width_in, 2 * LEAST), 4, 1)
+        return Tile(LEAST, LEAST, divisor(width_in, 2 * LEAST), 4, 1)
     return Tile(
-        rows=held, columns=_divisor(columns, 64), inner=_divisor(width_in, 64),
+        rows=held, columns=divisor(columns, 64), inner=divisor(width_in, 64),
         warps=8 if held > 64 else 4, stages=4,
     )  # fmt: skip
-
-
-def _divisor(width: int, most: int) -> int:
-    """The largest power of two that divides `width`, at most `most`."""
-    return min(width & -width, most)
 
 
 def _program(

@@ -16,11 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.tiles import LEAST, dot, power_of_two
+from pallas_kernels.tiles import LEAST, divisor, dot, power_of_two
 
 MOST_ROWS = 128
 # Places in the table are counted with 32 bits.
-MOST_NUMBERS = NOWHERE = jnp.iinfo(jnp.int32).max
+MOST_NUMBERS = jnp.iinfo(jnp.int32).max
+# Above every id.
+NOWHERE = jnp.iinfo(jnp.int32).max
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def obstacle(tokens: int, width: int) -> str | None:
 
 def own_tile(rows: int, width: int, dtype: Any) -> Tile:
     """Tiles that neither spill registers nor exceed shared memory on an H200."""
-    inner = min(width & -width, 64)
+    inner = divisor(width, 64)
     if jnp.dtype(dtype).itemsize == 4:
         # fp32 products use no tensor cores: small tiles, or registers spill.
         return Tile(LEAST, LEAST, min(inner, 2 * LEAST), 4, 1)

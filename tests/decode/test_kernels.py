@@ -126,16 +126,16 @@ def test_rows_that_sample_or_ask_for_logprobs_get_their_logits(pair):
     np.testing.assert_allclose(got.logprobs.chosen[0], wanted.logprobs.chosen[0], atol=1e-4)
 
 
-def shapes_of(jaxpr):
-    """Of all arrays of a program, those inside kernels left out."""
+def equations_of(jaxpr):
+    """All equations of a program in order, those inside kernels left out."""
     for equation in jaxpr.eqns:
-        yield from (variable.aval.shape for variable in equation.outvars)
+        yield equation
         if equation.primitive.name == "pallas_call":
             continue
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                yield from shapes_of(inner)
+                yield from equations_of(inner)
 
 
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
@@ -144,8 +144,8 @@ def test_greedy_steps_with_kernels_make_no_logits(pair, kernels):
     plan = Plan(target, drafter, ())
     start = prefill(plan, params, prompts, capacity=64, chunk=32)
     program = jax.make_jaxpr(step, static_argnums=0)(with_kernels(plan, kernels), params, start)
-    vocabulary = target.config.vocab_size
-    made = [shape for shape in shapes_of(program.jaxpr) if shape and shape[-1] == vocabulary]
+    shapes = [out.aval.shape for each in equations_of(program.jaxpr) for out in each.outvars]
+    made = [shape for shape in shapes if shape and shape[-1] == target.config.vocab_size]
     assert bool(made) == (kernels == "reference")
 
 
@@ -154,7 +154,11 @@ def test_every_layer_of_a_step_runs_a_kernel(pair):
     start = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
     plan = with_kernels(Plan(target, drafter, ()))
     program = jax.make_jaxpr(step, static_argnums=0)(plan, params, start)
-    count = collections.Counter(kernel_names(program.jaxpr))
+    count = collections.Counter(
+        equation.params["name"]
+        for equation in equations_of(program.jaxpr)
+        if equation.primitive.name == "pallas_call"
+    )
     own, drafted = target.config.num_hidden_layers, len(drafter.config.layers)
     delta = count["gated_delta_advance"] + count["gated_delta_token"]
     assert delta + count["block_attention"] == own + drafted, count
@@ -166,17 +170,3 @@ def test_every_layer_of_a_step_runs_a_kernel(pair):
     assert count["gated_product"] == own + drafted, count
     # Of the draft and of the target.
     assert count["likeliest"] == 2, count
-
-
-def kernel_names(jaxpr):
-    """Names of the Pallas kernels of a program, in order."""
-    names = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
-            names.append(equation.params["name"])
-            continue
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                names += kernel_names(inner)
-    return names

@@ -27,7 +27,7 @@ def test_kernel_equals_reference(case, dtype):
     if case.twice:
         assert (got < case.tokens // 2).all()
     if case.vocabulary is not None:
-        assert not (np.asarray(run(x, table[: case.tokens], vocabulary=None)) == got).all()
+        assert not (np.asarray(run(x, table, vocabulary=None)) == got).all()
 
 
 def test_batch_axes_stay():
