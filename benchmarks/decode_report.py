@@ -122,16 +122,24 @@ def plot(records: Sequence[Record], path: Path) -> None:
     """The roofline: what steps reach, by operations for each byte they must move, as PNG.
 
     Records without a count of operations are left out.
+
+    Raises:
+        SystemExit: none has one.
     """
     counted = [record for record in records if record.get("operations")]
+    if not counted:
+        raise SystemExit(f"--plot {path}: no record counts operations, there is nothing to draw")
     targets = list(dict.fromkeys(record["target"] for record in counted))
-    figure, axes = new_figure(1, max(len(targets), 1), width=4.8, height=3.8)
-    for axis, target in zip(axes[0], targets, strict=False):
+    figure, axes = new_figure(1, len(targets), width=4.8, height=3.8)
+    for axis, target in zip(axes[0], targets, strict=True):
         here = [record for record in counted if record["target"] == target]
         x = np.geomspace(0.5, 2000, 200)
         axis.plot(x, np.minimum(x * BANDWIDTH, OPERATIONS) / 1e12, color="black", linewidth=1)
-        names = list(dict.fromkeys(record["drafter"] for record in here))
-        for name, colour in zip(names, ("tab:grey", "tab:blue", "tab:orange"), strict=False):
+        names = sorted(
+            {record["drafter"] for record in here}, key=lambda name: (name == "none", name)
+        )
+        for number, name in enumerate(names):
+            colour = "tab:grey" if name == "none" else f"C{number}"
             own = [record for record in here if record["drafter"] == name]
             at = [record["operations"] / record["bytes_moved"] for record in own]
             reached = [_rate(record) / 1e12 for record in own]

@@ -91,7 +91,7 @@ def attention_trials(case: attention_cases.Case, arguments: Time, batch: int) ->
 
             return jax.lax.fori_loop(0, steps, body, q)
 
-        described = {"case": case.name, "batch": batch, "tile": name}
+        described = {"batch": batch, "tile": name}
         trials.append(Trial(jax.jit(loop), (q, layers), described, moved))
     return trials
 
@@ -164,7 +164,7 @@ def heads_trials(case: heads_cases.Case, arguments: Time, batch: int) -> list[Tr
 
             return jax.lax.fori_loop(0, steps, body, (x, made))
 
-        described = {"case": f"heads_{case.name}", "batch": batch, "tile": kernels}
+        described = {"batch": batch, "tile": kernels}
         moved = 2 * weights[0].size
         given = (x, made, angles, weights, layers)
         trials.append(Trial(jax.jit(loop), given, described, moved))
@@ -205,6 +205,6 @@ def delta_trials(case: delta_cases.Case, arguments: Time, batch: int) -> list[Tr
             return jax.lax.fori_loop(0, steps, body, (caches, layers[0][1]))
 
         caches = [(layer[0], *layer[5:8]) for layer in layers]
-        described = {"case": case.name, "batch": batch, "tile": name}
+        described = {"batch": batch, "tile": name}
         trials.append(Trial(jax.jit(loop), (caches, layers), described, moved))
     return trials

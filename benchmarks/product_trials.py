@@ -48,7 +48,7 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
                 return jax.lax.fori_loop(0, steps, body, (x, x))
 
             name = f"{splits} splits" if splits else "reference"
-            described = {"case": case.name, "rows": rows, "tile": name, "own choice": own}
+            described = {"rows": rows, "tile": name, "own choice": own}
             moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
             trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
     return trials
@@ -94,7 +94,7 @@ def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Tr
 
                 return jax.lax.fori_loop(0, steps, body, (x, x))
 
-            described = {"case": f"mlp_{case.name}", "rows": rows, "tile": name}
+            described = {"rows": rows, "tile": name}
             moved = sum(weights.nbytes for weights in layers[0])
             trials.append(Trial(jax.jit(loop), (x, layers), described, moved))
     return trials
@@ -141,6 +141,6 @@ def likeliest_trials(case: likeliest_cases.Case, arguments: Time, batch: int) ->
 
             return jax.lax.fori_loop(0, steps, body, x)
 
-        described = {"case": f"likeliest_{case.name}", "rows": rows, "tile": name}
+        described = {"rows": rows, "tile": name}
         trials.append(Trial(jax.jit(loop), (x, table), described, table.nbytes))
     return trials

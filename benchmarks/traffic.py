@@ -96,10 +96,12 @@ def operations(plan: Plan, params: Params, state: Any, context: float) -> float:
     batch = state.length.shape[0]
     config = plan.target.config
     head = config.vocab_size * config.hidden_size
+    # The head, whether it is a matrix of its own or the table, and what text only looks up.
+    apart = ("visual", "embed_tokens", "embed_tokens_per_layer", "lm_head")
     weights = sum(
         leaf.size
         for path, leaf in leaves_with_path(params["target"])
-        if path[0] not in ("visual", "embed_tokens", "embed_tokens_per_layer") and leaf.ndim == 2
+        if leaf.ndim == 2 and path[0] not in apart
     )
     total = 2.0 * batch * block * (weights + head)
     if drafted:

@@ -238,6 +238,15 @@ def test_speeds_stand_beside_the_roofs(tmp_path):
     with Image.open(tmp_path / "roofline.png") as wide, Image.open(one) as narrow:
         assert wide.width > 1.8 * narrow.width
         assert len(np.unique(np.asarray(narrow))) > 10
+    many = [{**reached, "drafter": name} for name in ("none", "mtp", "dflash", "eagle3")]
+    plot(many, tmp_path / "many.png")
+    # A colour of its own for each.
+    with Image.open(tmp_path / "many.png") as picture, Image.open(one) as narrow:
+        assert len(np.unique(np.asarray(picture).reshape(-1, 4), axis=0)) > len(
+            np.unique(np.asarray(narrow).reshape(-1, 4), axis=0)
+        )
+    with pytest.raises(SystemExit, match="nothing to draw"):
+        plot([drafted], one)
 
 
 def test_without_mmflash_nothing_is_matched():

@@ -178,7 +178,9 @@ class Engine:
     @property
     def occupied(self) -> int:
         """Slots that are in use or spoken for."""
-        return sum(ticket is not None for ticket in self._slots) + len(self._prefills)
+        # In this order, since a request goes from prefill to its slot meanwhile.
+        prefills = len(self._prefills)
+        return prefills + sum(ticket is not None for ticket in self._slots)
 
     def stuck(self, after_s: float) -> str | None:
         """Why the loop does not advance, None if it does or has nothing to do."""
@@ -186,7 +188,8 @@ class Engine:
             return f"the engine failed: {self.failure}"
         if not self._thread.is_alive():
             return "the engine is not running"
-        idle = not (self.occupied or self._waiting)
+        # The queue first, since a request goes from it to a prefill meanwhile.
+        idle = not (self._waiting or self.occupied)
         silent = time.monotonic() - self.beat
         if idle or silent < after_s:
             return None
@@ -357,6 +360,8 @@ class Engine:
                 continue
             before = ticket.committed
             if tell(ticket, slot, told, self.metrics):
+                # At once: if the next run fails, whoever waits is told, and this one has its end.
+                self._slots[slot] = None
                 ended.append(slot)
             new = told.committed[slot] - (0 if before is None else before)
             committed += new

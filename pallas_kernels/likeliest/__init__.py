@@ -7,20 +7,25 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choose import Kernels, implementation
 from pallas_kernels.likeliest import gpu, reference
 
-__all__ = ["likeliest", "pays"]
+__all__ = ["likeliest", "pays", "runs"]
 
 # With fewer rows the logits are too small to matter, with more XLA leaves the product to a library
 # that multiplies faster than it can be done here. Not timed on a card yet (docs/performance.md).
 FEWEST_ROWS, MOST_ROWS = 33, 128
 
 
-def pays(rows: int, table: Float[Array, "V D"], kernels: Kernels) -> bool:
-    """Whether a kernel would run, and is worth it.
+def pays(rows: int) -> bool:
+    """Whether the kernel is worth asking for."""
+    return FEWEST_ROWS <= rows <= MOST_ROWS
+
+
+def runs(table: Float[Array, "V D"], kernels: Kernels) -> bool:
+    """Whether the kernel is what runs, so that logits are not made.
 
     Raises:
         KernelError: `kernels` names a kernel that cannot run here.
     """
-    return _chosen(table, kernels) != "reference" and FEWEST_ROWS <= rows <= MOST_ROWS
+    return _chosen(table, kernels) != "reference"
 
 
 def likeliest(

@@ -49,8 +49,9 @@ SERVED = (
     Case(name="qwen35", rows=16, width=2560, tokens=248_320),
     Case(name="gemma_8", rows=120, width=2560, tokens=262_144),
     Case(name="gemma_padded", rows=16, width=2560, tokens=262_144, vocabulary=262_100),
+    Case(name="equal_products", rows=128, width=2560, tokens=262_144, twice=True),
 )
-"""Heads of the published models: for a card."""
+"""Heads of the published models, and one whose ids are known exactly: for a card."""
 
 TIMED = tuple(case for case in SERVED if case.name.endswith("_8"))
 """One for each head; rows are those of the batch that is timed."""

@@ -72,7 +72,8 @@ def _program(
     # A token that is taken again has its own product, and a higher number: it never wins.
     best = jnp.max(total, axis=1)
     tokens = jnp.broadcast_to(token[None, :], total.shape)
-    first = jnp.min(jnp.where(total == best[:, None], tokens, NOWHERE), axis=1)
+    # Not "equal to": where products are no numbers the id must still be one of the table's.
+    first = jnp.min(jnp.where(total < best[:, None], NOWHERE, tokens), axis=1)
     plt.store(best_ref.at[row], best, mask=row < rows)
     plt.store(ids_ref.at[row], first, mask=row < rows)
 

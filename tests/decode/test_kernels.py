@@ -12,7 +12,7 @@ import pytest
 from mmflash_jax.config import SamplingSettings
 from mmflash_jax.decode.prefill import prefill
 from mmflash_jax.decode.records import Plan
-from mmflash_jax.decode.step import step
+from mmflash_jax.decode.step import propose, step
 from mmflash_jax.drafters.narrowed import Narrowed
 from mmflash_jax.load import load_target
 from mmflash_jax.targets.gemma4 import Gemma4
@@ -124,6 +124,23 @@ def test_rows_that_sample_or_ask_for_logprobs_get_their_logits(pair):
     assert got.logprobs is not None
     assert wanted.logprobs is not None
     np.testing.assert_allclose(got.logprobs.chosen[0], wanted.logprobs.chosen[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", [-0.5, 0.0])
+def test_a_factor_that_turns_the_order_around_is_not_left_out(pair, factor):
+    """The kernel finds the largest product, which such a draft does not ask for."""
+    target, drafter, params, prompts = pair
+    config = dataclasses.replace(drafter.config, output_multiplier=factor)
+    drafter = dataclasses.replace(drafter, config=config)
+    start = prefill(Plan(target, drafter, ()), params, prompts, capacity=64, chunk=32)
+    quick = quick_jit(propose, static_argnames="plan")
+    wanted, got = (
+        quick(with_kernels(Plan(target, drafter, ()), kernels), params, start).ids
+        for kernels in ("reference", "interpret")
+    )
+    np.testing.assert_array_equal(got, wanted)
+    # All logits are equal, and the lowest id counts, or they are in their order turned around.
+    assert (np.asarray(got) == 0).all() == (factor == 0)
 
 
 def equations_of(jaxpr):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
 from typing import Any, NamedTuple
@@ -271,6 +272,36 @@ def test_an_engine_that_fails_says_so(setup):
     assert "the engine failed" in str(engine.stuck(60))
     with pytest.raises(BusyError):
         engine.submit(setup.prompts[0], Inbox())
+
+
+def test_a_run_that_fails_ends_nobody_twice(setup, monkeypatch):
+    """One request ends in the run before, and is told while the run that fails is under way."""
+    engine = Engine(setup.plan, setup.params, SHAPE)
+    run, runs = engine._run, []
+
+    def fail_second(*arguments):
+        runs.append(arguments)
+        if len(runs) == 2:
+            raise RuntimeError("no memory")
+        return run(*arguments)
+
+    monkeypatch.setattr(engine, "_run", fail_second)
+    ended: dict[str, list[str]] = {"short": [], "long": []}
+
+    def note(name: str, update: Update) -> None:
+        ended[name] += [update.finish_reason] if update.finish_reason else []
+
+    short = dataclasses.replace(setup.prompts[0], max_tokens=1)
+    engine.submit(short, functools.partial(note, "short"))
+    engine.submit(setup.prompts[1], functools.partial(note, "long"))
+    engine.start()
+    wait_until(lambda: not engine._thread.is_alive())
+    assert ended == {"short": ["length"], "long": ["error"]}
+    count = engine.metrics.registry.get_sample_value
+    counted = [
+        count("mmflash_requests_finished_total", {"reason": r}) for r in ("length", "stop", "error")
+    ]
+    assert counted == [1, None, 1]
 
 
 def test_a_loop_that_hangs_is_seen(setup):

@@ -74,7 +74,7 @@ def test_a_layer_takes_the_kernel_for_few_rows(monkeypatch):
     for rows in ((1, 1), (2, 1), (1, 3), (2, 16), (3, 11)):
         layer.inner(jnp.ones((*rows, 16)), "interpret")
     assert asked == ["reference", "reference", "interpret", "interpret", "reference"]
-    assert not pays(2)
+    assert [pays(rows) for rows in (2, 3, 32, 33)] == [False, True, True, False]
 
 
 def test_widths_that_no_kernel_takes_are_named():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import KernelError, likeliest
-from pallas_kernels.likeliest import gpu
+from pallas_kernels.likeliest import gpu, pays
 from pallas_kernels.likeliest.cases import SMALL
 from tests.kernels import quick_jit
 
@@ -28,6 +28,21 @@ def test_kernel_equals_reference(case, dtype):
         assert (got < case.tokens // 2).all()
     if case.vocabulary is not None:
         assert not (np.asarray(run(x, table, vocabulary=None)) == got).all()
+
+
+@pytest.mark.parametrize("kernels", ["reference", "interpret"])
+def test_an_id_is_of_the_table_whatever_the_products_are(kernels):
+    x, table = SMALL[2].arguments("float32", 0)
+    for bad, width in ((np.nan, 32), (np.nan, 1), (np.inf, 32), (-np.inf, 32)):
+        rows = x.at[1, :width].set(bad)
+        run = functools.partial(likeliest, vocabulary=SMALL[2].vocabulary, kernels=kernels)
+        got, good = (np.asarray(quick_jit(run)(given, table)) for given in (rows, x))
+        assert 0 <= got[1] < SMALL[2].vocabulary
+        np.testing.assert_array_equal(got[[0, 2]], good[[0, 2]])
+
+
+def test_how_many_rows_are_worth_the_kernel():
+    assert [pays(rows) for rows in (32, 33, 128, 129)] == [False, True, True, False]
 
 
 def test_batch_axes_stay():
