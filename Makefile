@@ -7,14 +7,31 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 RUN_STAMP := $(VENV)/.run
 DEV_STAMP := $(VENV)/.dev
+H200 := .venv-h200
+# jax 0.11 has no Python 3.11: the first newer one that is found, pyenv's included.
+PYTHON312 ?= $(firstword $(foreach one,python3 python3.12 python3.13 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python3),\
+  $(shell $(one) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $(one))))
 
-.PHONY: demo test check format clean
+.PHONY: demo test check compiled format clean
 
 demo: $(RUN_STAMP)
 	$(BIN)/python serve.py --target demo
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --durations 20
+
+# The decoding loop compiled for an H200, which takes no card but wheels of some 300 MB. Of its own:
+# neither flags nor versions are those of the other tests.
+compiled:
+ifeq ($(PYTHON312),)
+	@echo "not compiled for an H200: there is no Python 3.12; name one as PYTHON312"
+else
+	@test $(H200)/.done -nt pyproject.toml \
+	  || { $(PYTHON312) -m venv $(H200) && $(H200)/bin/python -m pip install --quiet -e ".[h200]" \
+	       && touch $(H200)/.done; } \
+	  || { echo "not compiled for an H200: its compiler could not be installed"; exit 0; }; \
+	$(H200)/bin/python -m pytest --noconftest -o addopts=-qrs tests/kernels/test_compiled_for_h200.py
+endif
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -40,4 +57,4 @@ $(DEV_STAMP): pyproject.toml
 	touch $@ $(RUN_STAMP)
 
 clean:
-	rm -rf $(VENV) .jax_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) $(H200) .jax_cache .pytest_cache .ruff_cache build *.egg-info

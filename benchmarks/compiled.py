@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks.compiled --family gemma4 --drafter none --batch 1
 
 Compiles the real loop at full width over shapes alone and reports what a step launches, what it
-copies, and the memory it takes beside weights and caches. Needs Python 3.12 with jax 0.11 or later,
-`jax-cuda13-pjrt` and `jax-cuda13-plugin` of its version (`pip install --no-deps`) and `ptxas`.
+copies, and the memory it takes beside weights and caches. Needs Python 3.12 and the extra `h200`
+(`pip install -e ".[h200]"`): jax 0.11 with its plug-in for CUDA 13, `ptxas` and libdevice.
 Without a card nothing is autotuned: the tiles of XLA's products are placeholders.
 """
 
@@ -19,6 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,11 @@ def obstacle() -> str | None:
         return f"jax {jax.__version__} is older than 0.11"
     if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         return "jax-cuda13-plugin and jax-cuda13-pjrt are not installed"
-    if shutil.which("ptxas") is None:
-        return "there is no ptxas on the path"
+    try:
+        version("nvidia-cuda-nvcc")
+    except PackageNotFoundError:
+        if shutil.which("ptxas") is None:
+            return "nvidia-cuda-nvcc is not installed, and there is no ptxas on the path"
     return None
 
 

@@ -62,6 +62,7 @@ def _attention_tiles(case: attention_cases.Case, q: Any, cache: Any) -> list[Any
     changes += [{"splits": splits} for splits in halves if 1 <= splits <= 64]
     changes += [{"warps": warps} for warps in (own.warps // 2, own.warps * 2)]
     changes += [{"stages": own.stages + 1}, {"keys": own.keys // 2, "stages": own.stages + 1}]
+    changes += [{"keys": own.keys // 2}, {"keys": own.keys // 2, "warps": own.warps * 2}]
     changes += [{"rows": rows} for rows in (16, 64) if rows != own.rows]
     changes += [{"rows": 16, "splits": own.splits // 2}] if own.rows > 16 and own.splits > 1 else []
     return [dataclasses.replace(own, **change) for change in changes]

@@ -56,9 +56,10 @@ def _add(carry: Carry, q: Array, k: Array, v: Array, seen: Array, scale: float) 
     """Take in a tile of keys: softmax over what came so far, in base 2."""
     out, top, total = carry
     scores = jnp.where(seen, dot(q, k.T) * scale, NOTHING)
-    above = jnp.maximum(top, jnp.max(scores, axis=1))
+    # Above NOTHING, so that keys that are not seen weigh nothing in a row that has seen none yet.
+    above = jnp.maximum(jnp.maximum(top, NOTHING / 2), jnp.max(scores, axis=1))
     fade = jnp.exp2(top - above)
-    weights = jnp.where(seen, jnp.exp2(scores - above[:, None]), 0.0)
+    weights = jnp.exp2(scores - above[:, None])
     out = out * fade[:, None] + dot(weights.astype(v.dtype), v)
     return out, above, total * fade + jnp.sum(weights, axis=1)
 

@@ -1,7 +1,7 @@
 """The decoding loop compiled for an H200 without one: spills, copies, aliases, one CUDA graph.
 
-Skipped where the compiler's parts are missing (`benchmarks/compiled.py` says which). It runs in a
-process of its own: the compiler's plug-in and these tests' checks of shapes stay apart.
+`make compiled` installs what that takes and runs this; elsewhere it is skipped and says what is
+missing (`benchmarks/compiled.py`). Each program is compiled in a process of its own.
 """
 
 import json
@@ -17,15 +17,25 @@ from benchmarks import compiled
 ROOT = Path(__file__).parents[2]
 # The fewest layers of each family that hold every kind.
 LAYERS = {"qwen35": 4, "gemma4": 12}
+# Family, drafter, kernels, batch, the most launches of a step and the most megabytes beside weights
+# and caches: two sets of fp32 logits and what a split context leaves to be merged.
 PROGRAMS = [
-    ("qwen35", "dflash", "gpu", 1),
-    ("qwen35", "dflash", "gpu", 32),
-    ("qwen35", "none", "gpu", 8),
-    ("qwen35", "dflash", "reference", 1),
-    ("gemma4", "dflash", "gpu", 8),
-    ("gemma4", "none", "reference", 1),
-    ("qwen35", "none", "gpu", 1),
+    ("qwen35", "none", "auto", 1, 61, 2),
+    ("qwen35", "none", "gpu", 8, 51, 9),
+    ("qwen35", "dflash", "auto", 1, 143, 18),
+    ("qwen35", "dflash", "auto", 32, 132, 530),
+    ("qwen35", "dflash", "gpu", 1, 134, 18),
+    # With 128 rows the kernel of the head leaves the logits out.
+    ("qwen35", "dflash", "gpu", 8, 140, 24),
+    ("qwen35", "dflash", "reference", 1, 327, 23),
+    ("gemma4", "none", "auto", 1, 193, 4),
+    ("gemma4", "none", "reference", 1, 390, 4),
+    ("gemma4", "dflash", "auto", 8, 281, 140),
+    ("gemma4", "dflash", "gpu", 8, 281, 31),
 ]
+# Attention of one token keeps up to 68 bytes a thread of heads of 512 aside, and 4 of 256: tiles
+# that do not are 8 to 13 % slower (benchmarks/results/kernels_h200.json).
+MAY_SPILL = [("gemma4", "none", "auto", 1)]
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,15 +45,21 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("family", "drafter", "kernels", "batch"), PROGRAMS)
-def test_a_step_copies_nothing_large_and_is_one_graph(family, drafter, kernels, batch):
+@pytest.mark.parametrize(
+    ("family", "drafter", "kernels", "batch", "launches", "megabytes"), PROGRAMS
+)
+def test_a_step_copies_nothing_large_and_is_one_graph(
+    family, drafter, kernels, batch, launches, megabytes
+):
     flags = {"family": family, "drafter": drafter, "kernels": kernels, "batch": str(batch)}
     flags["layers"] = str(LAYERS[family])
     command = [sys.executable, "-m", "benchmarks.compiled"]
     command += [part for name, value in flags.items() for part in (f"--{name}", value)]
+    if (family, drafter, kernels, batch) in MAY_SPILL:
+        command.append("--spills")
     # Without the flags of tests/conftest.py: what counts here is the optimised program.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
-    # Registers that spill end the compilation with an error.
+    # Else registers that spill end the compilation with an error.
     run = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -52,6 +68,6 @@ def test_a_step_copies_nothing_large_and_is_one_graph(family, drafter, kernels, 
     assert report["graphs"] == ["kCommandBuffer"]
     assert report["weights_written"] == []
     assert report["aliased_bytes"] >= report["cache_bytes"]
-    # Two sets of logits and a split of the context; a copy of weights would be 50 MB and more. With
-    # 128 rows the kernel of the head leaves the logits out.
-    assert report["temp_bytes"] <= batch * (5e6 if kernels == "gpu" and batch == 8 else 45e6)
+    # A copy of weights would be 50 MB and more.
+    assert report["temp_bytes"] <= megabytes * 1e6
+    assert report["launches"] <= launches
