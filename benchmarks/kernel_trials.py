@@ -18,7 +18,8 @@ from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.block_attention import gpu_tile as attention_tile
 from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_delta import gpu as delta_gpu
-from pallas_kernels.product import product, product_parts
+from pallas_kernels.parts import product_parts
+from pallas_kernels.product import product
 
 LAYERS = 8
 """Of a loop: their caches do not fit the chip."""

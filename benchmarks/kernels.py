@@ -37,6 +37,7 @@ from pallas_kernels import (
     block_attention,
     gated_delta_step,
     gated_product,
+    hopper,
     likeliest,
     residual_norm,
 )
@@ -46,6 +47,7 @@ from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_product import cases as gated_cases
 from pallas_kernels.likeliest import cases as likeliest_cases
 from pallas_kernels.likeliest import gpu as likeliest_gpu
+from pallas_kernels.parts import product_parts
 from pallas_kernels.product import logits
 from pallas_kernels.residual_norm import cases as norm_cases
 
@@ -131,6 +133,17 @@ def parity(arguments: Parity) -> bool:
             got, wanted = (run(*inputs, **options, kernels=k) for k in ("gpu", "reference"))
             pairs = zip(("stream", "norm"), got, wanted, strict=True)
             good &= _say(case.name, dtype, {n: _error(a, b) for n, a, b in pairs}, allowed)
+        for case in norm_cases.PRODUCTS:
+            number = hopper.number_of_parts(case.width_in, case.width_out)
+            for rows in (64, 128):
+                if hopper.obstacle(rows, case.width_in, case.width_out, dtype) is not None:
+                    continue
+                _, x, ((matrix, _),) = case.arguments(dtype, rows, 1)
+                run = jax.jit(product_parts, static_argnums=(2, 3))
+                wanted = run(x, matrix, number, "reference")
+                _poison(wanted)
+                errors = {"parts": _error(run(x, matrix, number, "gpu"), wanted)}
+                good &= _say(f"streamed_{case.name}_{rows}", dtype, errors, ALLOWED["float32"])
         for case in gated_cases.SERVED:
             *arrays, activation = case.arguments(dtype, arguments.seed)
             run = functools.partial(gated_product, activation=activation)

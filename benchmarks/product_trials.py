@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernel_trials import LAYERS, Time, Trial, in_parts
-from pallas_kernels import gated_product, likeliest, residual_norm
+from pallas_kernels import gated_product, hopper, likeliest, residual_norm
 from pallas_kernels.gated_product import cases as gated_cases
 from pallas_kernels.gated_product import gpu as gated_gpu
 from pallas_kernels.likeliest import cases as likeliest_cases
@@ -28,14 +28,24 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
         x, inputs, layers = case.arguments("bfloat16", rows, LAYERS)
         own = number_of_parts(rows, case.width_in, case.width_out)
         tried = sorted({1, 2, 4, 8, 16} if arguments.tiles else {own})
-        for splits in (0, *(s for s in tried if case.width_in % (16 * s) == 0)):
+        makers: dict[str, Any] = {"reference": functools.partial(in_parts, number=0)}
+        for splits in (s for s in tried if case.width_in % (16 * s) == 0):
+            makers[f"{splits} splits"] = functools.partial(in_parts, number=splits)
+        if hopper.obstacle(rows, case.width_in, case.width_out, jnp.bfloat16) is None:
+            makers |= _streamed(rows, case.width_in, case.width_out, arguments.tiles)
+        for name, make in makers.items():
+            kernels = "reference" if name == "reference" else "gpu"
 
-            def add(x: Any, inputs: Any, matrix: Any, norms: Any, splits: int = splits) -> Any:
+            def add(
+                x: Any,
+                inputs: Any,
+                matrix: Any,
+                norms: Any,
+                make: Any = make,
+                kernels: Any = kernels,
+            ) -> Any:
                 norm, post = norms
-                parts = in_parts(inputs, matrix, splits)
-                return residual_norm(
-                    x, parts, norm, post=post, kernels="gpu" if splits else "reference"
-                )
+                return residual_norm(x, make(inputs, matrix), norm, post=post, kernels=kernels)
 
             def loop(steps: Any, x: Any, inputs: Any, layers: Any, add: Any = add) -> Any:
                 def body(_: Any, carry: Any) -> Any:
@@ -47,19 +57,50 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
 
                 return jax.lax.fori_loop(0, steps, body, (x, x))
 
-            name = f"{splits} splits" if splits else "reference"
             described = {"rows": rows, "tile": name, "own choice": own}
             moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
             trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
     return trials
 
 
+def _streamed(rows: int, width_in: int, width_out: int, tiles: bool) -> dict[str, Any]:
+    """Makers of the parts of a product by description, the kernel's own choice first."""
+    own = hopper.own_tile(rows, width_out, 1, jnp.float32)
+    number = hopper.number_of_parts(width_in, width_out)
+    tried = [(own, number)]
+    if tiles:
+        tried += [
+            (dataclasses.replace(own, cluster=1), number),
+            (own, number // 2),
+            (own, 2 * number),
+        ]
+        narrow = dataclasses.replace(own, columns=64, steps=8)
+        tried += [(narrow, number), (narrow, number // 2)]
+    return {
+        f"streamed, {parts} parts, {dataclasses.astuple(tile)}": functools.partial(
+            hopper.streamed_product,
+            finish=lambda total: total,
+            parts=parts,
+            dtype=jnp.float32,
+            tile=tile,
+        )
+        for tile, parts in tried
+        if parts and width_in % (parts * hopper.INNER) == 0
+    }
+
+
 def _gated_tiles(rows: int, case: gated_cases.Case) -> list[Any]:
+    if hopper.obstacle(rows, case.width_in, case.columns, jnp.bfloat16) is None:
+        wide = hopper.own_tile(rows, case.columns, 2, jnp.bfloat16)
+        narrow = dataclasses.replace(wide, columns=64, steps=6)
+        streamed = [wide, narrow, *(dataclasses.replace(one, cluster=1) for one in (wide, narrow))]
+    else:
+        streamed = []
     own = gated_gpu.own_tile(rows, case.width_in, case.columns, jnp.bfloat16)
     changes: list[dict[str, int]] = [{}, {"columns": 32}, {"inner": 128, "stages": 3}]
     changes += [{"columns": 32, "inner": 128}, {"columns": 32, "inner": 256, "stages": 3}]
     changes += [{"stages": 6}, {"warps": 8}, {"columns": 128, "warps": 8, "stages": 3}]
-    return [dataclasses.replace(own, **change) for change in changes]
+    return streamed + [dataclasses.replace(own, **change) for change in changes]
 
 
 def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Trial]:

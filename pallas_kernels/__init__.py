@@ -4,7 +4,8 @@ Every folder holds the public function (`__init__.py`), its reference mathematic
 `jax.numpy` (`reference.py`), which is right on every backend, a kernel (`gpu.py`) and inputs on
 which the two are compared (`cases.py`). `choose.py` says which of them runs, `norm.py` what an RMS
 norm is, `product.py` and `parts.py` how rows are multiplied, `tree.py` what a tree of drafts is,
-`tiles.py` what kernels cut their work into. The package imports nothing of `mmflash_jax`.
+`tiles.py` what kernels cut their work into, `hopper.py` how many rows are multiplied on one kind of
+card. The package imports nothing of `mmflash_jax`.
 """
 
 from pallas_kernels.attention_heads import (

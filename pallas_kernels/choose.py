@@ -12,7 +12,7 @@ Kernels = Literal["auto", "reference", "gpu", "interpret"]
 """reference: plain jax.numpy. gpu: the Pallas kernel. interpret: the same kernel in Pallas'
 interpreter, on any device and slowly. auto: the kernel where it runs and pays, else reference."""
 
-UNPROVEN = frozenset({"gated_product", "likeliest"})
+UNPROVEN = frozenset({"gated_product", "likeliest", "streamed_product"})
 """Operations whose kernel has not run on a card since it was written: only taken by name, until
 `python -m benchmarks.kernels parity` and `time` have seen it there."""
 
@@ -33,6 +33,16 @@ def platform() -> str:
     """
     named = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if named is None else named.platform
+
+
+def compute_capability() -> str | None:
+    """Of the NVIDIA GPU that is compiled for; None elsewhere."""
+    if platform() != "gpu":
+        return None
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
+        # Nothing but an H200 is compiled for from afar (benchmarks/compiled.py).
+        return "9.0"
+    return getattr(jax.devices()[0], "compute_capability", None)
 
 
 def implementation(

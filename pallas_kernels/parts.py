@@ -10,10 +10,13 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.choose import PROCESSORS
+from pallas_kernels import hopper
+from pallas_kernels.choose import PROCESSORS, Kernels, implementation
+from pallas_kernels.product import at_least_two, matmul_precision
 
 # Products that run on a processor at a time.
 RESIDENT = 3
@@ -23,12 +26,21 @@ RESIDENT = 3
 TILE_ROWS, TILE_COLUMNS, TILE_INNER, LEAST_PART = 128, 64, 64, 256
 
 
-def number_of_parts(rows: int, width_in: int, width_out: int) -> int:
+def number_of_parts(
+    rows: int,
+    width_in: int,
+    width_out: int,
+    dtype: DTypeLike = "bfloat16",
+    kernels: Kernels = "reference",
+) -> int:
     """Into how many parts to cut the product `[rows, width_in] x [width_in, width_out]`.
 
     A power of two that gives each processor two or three tiles to work on, and divides the weights
-    of a column evenly; one where rows are many.
+    of a column evenly; one where rows are many. Where a kernel makes the product
+    (`pallas_kernels.hopper`) there are fewer.
     """
+    if is_streamed(rows, width_in, width_out, dtype, kernels):
+        return hopper.number_of_parts(width_in, width_out)
     tiles = -(-rows // TILE_ROWS) * -(-width_out // TILE_COLUMNS)
     parts = 1
     while 2 * parts * tiles <= RESIDENT * PROCESSORS and 2 * parts * LEAST_PART <= width_in:
@@ -36,6 +48,38 @@ def number_of_parts(rows: int, width_in: int, width_out: int) -> int:
             break
         parts *= 2
     return parts
+
+
+def is_streamed(
+    rows: int, width_in: int, width_out: int, dtype: DTypeLike, kernels: Kernels
+) -> bool:
+    """Whether a kernel makes the parts of a product."""
+    if hopper.obstacle(rows, width_in, width_out, dtype) is not None:
+        return False
+    return implementation("streamed_product", kernels, dtype, None) != "reference"
+
+
+def product_parts(
+    x: Float[Array, "R K"],
+    matrix: Float[Array, "K N"],
+    parts: int,
+    kernels: Kernels = "reference",
+) -> Float[Array, "S P N"]:
+    """fp32 parts that sum to `x @ matrix`; `at_least_two` rows."""
+    K, N = matrix.shape
+    if is_streamed(len(x), K, N, matrix.dtype, kernels):
+        return hopper.streamed_product(
+            x, matrix, lambda total: total, parts=parts, dtype=jnp.float32,
+            interpret=kernels == "interpret",
+        )  # fmt: skip
+    x = at_least_two(x)
+    return lax.dot_general(
+        x.reshape(len(x), parts, K // parts),
+        matrix.reshape(parts, K // parts, N),
+        (((2,), (1,)), ((1,), (0,))),
+        precision=matmul_precision(matrix.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def summed(load: Callable[[Any], Array], number: int) -> Array:

@@ -53,18 +53,3 @@ def logits(x: Float[Array, "*batch D"], table: Float[Array, "V D"]) -> Float[Arr
         precision=matmul_precision(table.dtype),
         preferred_element_type=jnp.float32,
     )
-
-
-def product_parts(
-    x: Float[Array, "R K"], matrix: Float[Array, "K N"], parts: int
-) -> Float[Array, "S P N"]:
-    """fp32 parts that sum to `x @ matrix` (`pallas_kernels.parts`); `at_least_two` rows."""
-    K, N = matrix.shape
-    x = at_least_two(x)
-    return lax.dot_general(
-        x.reshape(len(x), parts, K // parts),
-        matrix.reshape(parts, K // parts, N),
-        (((2,), (1,)), ((1,), (0,))),
-        precision=matmul_precision(matrix.dtype),
-        preferred_element_type=jnp.float32,
-    )

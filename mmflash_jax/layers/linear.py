@@ -5,26 +5,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.product import (
-    at_least_two,
-    dot_general,
-    logits,
-    matmul_precision,
-    product_parts,
-)
+from pallas_kernels import Kernels
+from pallas_kernels.parts import product_parts
+from pallas_kernels.product import at_least_two, dot_general, logits, matmul_precision
 
 
 def projected(
-    projection: nnx.Linear, x: Float[Array, "*batch K"], parts: int
+    projection: nnx.Linear, x: Float[Array, "*batch K"], parts: int, kernels: Kernels = "reference"
 ) -> Float[Array, "S P N"]:
     """A projection in `parts`, its rows those of all batch axes; with a bias it is in one.
 
-    A single row stays two: cutting the second off would be a launch.
+    A single row stays two: cutting the second off would be a launch. `kernels` may make the parts.
     """
     rows = x.reshape(-1, x.shape[-1])
     if parts == 1 or projection.bias is not None:
         return projection(at_least_two(rows))[None]
-    return product_parts(rows, projection.kernel[...], parts)
+    return product_parts(rows, projection.kernel[...], parts, kernels)
 
 
 def linear(

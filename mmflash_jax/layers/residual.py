@@ -33,7 +33,7 @@ def add_product(
     number = splits(rows, inputs.shape[-1], width, x.dtype, kernels)
     return residual_norm(
         x,
-        projected(projection, inputs, number),
+        projected(projection, inputs, number, kernels),
         None if norm is None else norm.norm,
         post=None if post is None else post.norm,
         factor=factor,

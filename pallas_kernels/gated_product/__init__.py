@@ -4,20 +4,21 @@ import math
 
 from jaxtyping import Array, Float
 
+from pallas_kernels import hopper
 from pallas_kernels.choose import Kernels, implementation
 from pallas_kernels.gated_product import gpu, reference
 from pallas_kernels.gated_product.reference import Activation, activate
 
 __all__ = ["Activation", "activate", "gated_product", "pays"]
 
-# With fewer rows XLA's product is faster, by more than the launch behind it takes; more have not
-# been timed (docs/performance.md).
+# With fewer rows XLA's product is faster, by more than the launch behind it takes; with more there
+# is another kernel, for numbers of rows that are whole products of tensor cores.
 FEWEST_ROWS, MOST_ROWS = 3, 32
 
 
 def pays(rows: int) -> bool:
     """Whether the kernel is worth asking for."""
-    return FEWEST_ROWS <= rows <= MOST_ROWS
+    return FEWEST_ROWS <= rows <= MOST_ROWS or hopper.fits(rows)
 
 
 def gated_product(

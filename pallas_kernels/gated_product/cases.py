@@ -34,14 +34,20 @@ SMALL = (
     Case(name="odd_rows", rows=3, width_in=48, columns=80, activation="gelu_tanh"),
     Case(name="one_row", rows=1, width_in=16, columns=16, activation="gelu"),
     Case(name="two_row_tiles", rows=130, width_in=32, columns=48),
+    Case(name="whole_rows", rows=64, width_in=128, columns=128),
+    Case(name="all_rows", rows=128, width_in=192, columns=256, activation="gelu_tanh"),
+    Case(name="no_error_function", rows=64, width_in=64, columns=64, activation="gelu"),
 )
-"""For the interpreter: every activation, rows that do not fill a tile, several tiles each way."""
+"""For the interpreter: every activation, rows that do not fill a tile, several tiles each way, and
+those that `pallas_kernels.hopper` takes in 16 bits."""
 
 SERVED = (
     Case(name="qwen35", rows=16, width_in=2560, columns=9216),
     Case(name="qwen35_narrow", rows=5, width_in=2560, columns=9216),
     Case(name="qwen35_8", rows=128, width_in=2560, columns=9216),
     Case(name="draft", rows=16, width_in=2560, columns=9728),
+    Case(name="gemma_4", rows=64, width_in=2560, columns=10240, activation="gelu_tanh"),
+    Case(name="gemma_8", rows=128, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma", rows=16, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_plain", rows=1, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_e2b", rows=32, width_in=1536, columns=6144, activation="gelu_tanh"),

@@ -1,5 +1,5 @@
 """Both products of a gated feed-forward layer and what joins them as one Pallas kernel for NVIDIA
-GPUs (Triton backend).
+GPUs (Triton backend; Mosaic GPU for the rows that `pallas_kernels.hopper` takes).
 
 A program makes some columns of gate and the same ones of up, over all rows of a tile: each weight
 is read once where the rows fit one tile. XLA needs a launch more, which also writes and reads both
@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels import hopper
 from pallas_kernels.gated_product.reference import Activation, activate
 from pallas_kernels.tiles import LEAST, divisor, dot, power_of_two
 
@@ -54,6 +55,13 @@ def own_tile(rows: int, width_in: int, columns: int, dtype: Any) -> Tile:
     )  # fmt: skip
 
 
+def _joined(activation: Activation, dtype: Any, gate: Array, up: Array) -> Array:
+    """Of the fp32 products, each rounded to `dtype` first."""
+    gate, up = gate.astype(dtype), up.astype(dtype)
+    wide = jnp.float32
+    return (activate(gate, activation).astype(wide) * up.astype(wide)).astype(dtype)
+
+
 def _program(
     tile: Tile, activation: Activation, rows: int, x_ref: Any, gate_ref: Any, up_ref: Any,
     out_ref: Any,
@@ -71,15 +79,11 @@ def _program(
 
     nothing = jnp.zeros((tile.rows, tile.columns), jnp.float32)
     steps = x_ref.shape[1] // tile.inner
-    gate, up = (
-        total.astype(out_ref.dtype)
-        for total in lax.fori_loop(0, steps, multiply, (nothing, nothing))
-    )
-    wide = jnp.float32
-    made = activate(gate, activation).astype(wide) * up.astype(wide)
+    gate, up = lax.fori_loop(0, steps, multiply, (nothing, nothing))
+    made = _joined(activation, out_ref.dtype, gate, up)
     real = jnp.broadcast_to((row < rows)[:, None], made.shape)
     columns = jnp.arange(tile.columns)[None, :]
-    plt.store(out_ref.at[row[:, None], columns], made.astype(out_ref.dtype), mask=real)
+    plt.store(out_ref.at[row[:, None], columns], made, mask=real)
 
 
 def gated_product(
@@ -87,11 +91,19 @@ def gated_product(
     matrix: Float[Array, "K N"],
     activation: Activation,
     *,
-    tile: Tile | None = None,
+    tile: Tile | hopper.Tile | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R F"]:
-    """`pallas_kernels.gated_product`."""
+    """`pallas_kernels.gated_product`; the kind of `tile` says by which backend."""
     (R, K), F = x.shape, matrix.shape[1] // 2
+    # Mosaic GPU has no error function (jax 0.11.2).
+    if tile is None and activation != "gelu" and hopper.obstacle(R, K, F, x.dtype) is None:
+        tile = hopper.own_tile(R, F, 2, x.dtype)
+    if isinstance(tile, hopper.Tile):
+        join = functools.partial(_joined, activation, x.dtype)
+        return hopper.streamed_product(
+            x, matrix, join, sides=2, dtype=x.dtype, tile=tile, interpret=interpret
+        )[0]
     tile = tile or own_tile(R, K, F, x.dtype)
     tiles = F // tile.columns
     return pl.pallas_call(

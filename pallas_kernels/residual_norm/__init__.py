@@ -25,7 +25,7 @@ def splits(
     """
     if _chosen(width_out, dtype, kernels) == "reference":
         return 1
-    return number_of_parts(rows, width_in, width_out)
+    return number_of_parts(rows, width_in, width_out, dtype, kernels)
 
 
 def residual_norm(

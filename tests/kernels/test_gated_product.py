@@ -62,7 +62,7 @@ def test_layers_round_as_torch_does(layer, theirs):
 
 
 def test_a_layer_takes_the_kernel_for_few_rows(monkeypatch):
-    """Neither for one or two, where XLA is faster, nor for many."""
+    """Neither for one or two, where XLA is faster, nor for many that fill no tensor core."""
     asked = []
 
     def record(x, matrix, activation, *, kernels):
@@ -71,10 +71,12 @@ def test_a_layer_takes_the_kernel_for_few_rows(monkeypatch):
 
     monkeypatch.setattr("mmflash_jax.layers.mlp.gated_product", record)
     layer = SwiGLU(16, 32, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    for rows in ((1, 1), (2, 1), (1, 3), (2, 16), (3, 11)):
+    for rows in ((1, 1), (2, 1), (1, 3), (2, 16), (3, 11), (4, 16)):
         layer.inner(jnp.ones((*rows, 16)), "interpret")
-    assert asked == ["reference", "reference", "interpret", "interpret", "reference"]
+    few = ["reference", "reference", "interpret", "interpret", "reference", "interpret"]
+    assert asked == few
     assert [pays(rows) for rows in (2, 3, 32, 33)] == [False, True, True, False]
+    assert [pays(rows) for rows in (63, 64, 128, 192)] == [False, True, True, False]
 
 
 def test_widths_that_no_kernel_takes_are_named():

@@ -13,7 +13,7 @@ from mmflash_jax.layers.norm import GemmaRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from mmflash_jax.layers.residual import add_product
 from pallas_kernels import KernelError, residual_norm
 from pallas_kernels import parts as parts_rule
-from pallas_kernels.product import product_parts
+from pallas_kernels.parts import product_parts
 from pallas_kernels.residual_norm.cases import SMALL
 from tests.kernels import quick_jit
 from tests.tolerances import KERNEL_BF16, LAYER, assert_close
