@@ -2,8 +2,9 @@
 
 A program makes some columns. One of its warp groups copies weights and rows into shared memory
 ahead of time (TMA), the others multiply, 64 rows each, and keep their sums in registers. The
-programs of a cluster copy the rows once for all of them: at 128 rows these are as many bytes as the
-weights of 128 columns. After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu (jax 0.11), whose
+programs of a cluster copy what they share once for all of them: up to 128 rows these are the rows,
+as many bytes as the weights of 128 columns; beyond, where a program holds 128 of them, the weights.
+After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu (jax 0.11), whose
 products have neither parts nor sides.
 """
 
@@ -27,7 +28,9 @@ ROWS = 64
 """Of a warp group's product."""
 INNER = 64
 """Weights of a column at a time: the widest rows that the swizzle of shared memory takes."""
-MOST_GROUPS = 2
+HELD = 2 * ROWS
+"""Rows of a program at most."""
+MOST_ROWS = 4 * HELD
 SHARED_BYTES, MOST_STEPS = 231_000, 8
 """What a program may take of an H200's shared memory, and the most copies under way in it."""
 LEAST_STEPS = 4
@@ -36,25 +39,29 @@ LEAST_STEPS = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Work of a program: columns of each side, copies under way, programs that share their rows."""
+    """Work of a program: columns of each side, copies under way, programs that share copies."""
 
     columns: int
     steps: int
     cluster: int
 
 
-def fits(rows: int) -> bool:
-    """Whether there is a kernel for so many rows, and no other device than it is for."""
+def fits(rows: int, most: int = HELD) -> bool:
+    """Whether there is a kernel for so many rows, up to `most`, on the device in use."""
     capability = compute_capability()
-    return rows in range(ROWS, ROWS * MOST_GROUPS + 1, ROWS) and (
+    return rows in (ROWS, HELD, 2 * HELD, MOST_ROWS) and rows <= most and (
         capability is None or capability.startswith("9.")
-    )
+    )  # fmt: skip
 
 
-def obstacle(rows: int, width_in: int, columns: int, dtype: DTypeLike) -> str | None:
-    """Why the kernel cannot make `columns` of each side from `[rows, width_in]`."""
-    if not fits(rows):
-        return f"{rows} rows are neither {ROWS} nor {ROWS * MOST_GROUPS}, or this is no Hopper GPU"
+def obstacle(
+    rows: int, width_in: int, columns: int, dtype: DTypeLike, most: int = HELD
+) -> str | None:
+    """Why the kernel cannot make `columns` of each side from `[rows, width_in]`, `most` rows."""
+    if not fits(rows, most):
+        return (
+            f"{rows} rows are not {ROWS} or {HELD} .. {most}, doubled each time, or no Hopper GPU"
+        )
     for name, width in (("inner", width_in), ("outer", columns)):
         if width % INNER:
             return f"{name} width {width} is no multiple of {INNER}"
@@ -79,11 +86,11 @@ def own_tile(rows: int, columns: int, sides: int, dtype: DTypeLike) -> Tile:
     """Tiles that neither spill registers nor exceed shared memory on an H200, for results in
     `dtype`."""
     width = 128 if columns % 128 == 0 else INNER
-    left = SHARED_BYTES - rows * width * jnp.dtype(dtype).itemsize
-    return Tile(
-        columns=width, steps=min(left // (2 * INNER * (rows + sides * width)), MOST_STEPS),
-        cluster=2 if columns // width % 2 == 0 else 1,
-    )  # fmt: skip
+    held = min(rows, HELD)
+    left = SHARED_BYTES - held * width * jnp.dtype(dtype).itemsize
+    steps = min(left // (2 * INNER * (held + sides * width)), MOST_STEPS)
+    over_columns = 2 if columns // width % 2 == 0 else 1
+    return Tile(width, steps, over_columns if rows == held else rows // held)
 
 
 def _swizzled(width: int, dtype: DTypeLike) -> tuple[Any, ...]:
@@ -96,13 +103,22 @@ def _program(
     tile: Tile, sides: int, finish: Callable[..., Array], x_ref: Any, matrix_ref: Any,
     out_ref: Any, out_tile: Any,
 ) -> None:  # fmt: skip
-    (R, K), (parts, _, N) = x_ref.shape, out_ref.shape
-    place = lax.axis_index("tile") * tile.cluster + lax.axis_index("cluster")
+    K, (parts, R, N) = x_ref.shape[1], out_ref.shape
+    held = min(R, HELD)
+    block_count = R // held
+    place, block = lax.axis_index("tile"), lax.axis_index("block")
+    # A cluster lies along the columns where one program holds all rows, else along the rows.
+    over_rows, member = block_count > 1, lax.axis_index("cluster")
+    if over_rows:
+        block = block * tile.cluster + member
+    else:
+        place = place * tile.cluster + member
     first = pl.multiple_of(place * tile.columns, tile.columns)
     share = K // parts
     part = lax.axis_index("part")
     inner = pl.ds(pl.multiple_of(part * share, INNER), share)
-    rows = pl.ds(pl.multiple_of(lax.axis_index("group") * ROWS, ROWS), ROWS)
+    own = lax.axis_index("group") * ROWS
+    rows = pl.ds(pl.multiple_of(own, ROWS), ROWS)
 
     def multiply(_: Any, x: Any, *rest: Any) -> Any:
         *weights, sums = rest
@@ -119,29 +135,31 @@ def _program(
         total = plgpu.ACC((ROWS, tile.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
         pl.run_scoped(scoped, *[total] * sides)
         plgpu.commit_smem()
-        made = out_ref.at[part, rows, pl.ds(first, tile.columns)]
+        stored = pl.ds(pl.multiple_of(block * held + own, ROWS), ROWS)
+        made = out_ref.at[part, stored, pl.ds(first, tile.columns)]
         plgpu.copy_smem_to_gmem(out_tile.at[rows], made)
         plgpu.wait_smem_to_gmem(0)
 
     once = ("cluster",) if tile.cluster > 1 else ()
     row_spec = plgpu.BlockSpec(
-        (R, INNER), lambda k: (0, k), transforms=_swizzled(INNER, x_ref.dtype),
-        collective_axes=once, memory_space=plgpu.SMEM,
+        (held, INNER), lambda k: (0, k), transforms=_swizzled(INNER, x_ref.dtype),
+        collective_axes=() if over_rows else once, memory_space=plgpu.SMEM,
     )  # fmt: skip
     weight_spec = plgpu.BlockSpec(
         (INNER, tile.columns), lambda k: (k, 0), transforms=_swizzled(tile.columns, x_ref.dtype),
-        memory_space=plgpu.SMEM,
+        collective_axes=once if over_rows else (), memory_space=plgpu.SMEM,
     )  # fmt: skip
     pipeline = plgpu.emit_pipeline_warp_specialized(
         multiply, grid=(share // INNER,), in_specs=[row_spec, *[weight_spec] * sides],
         memory_registers=40, max_concurrent_steps=tile.steps, wg_axis="group",
-        num_compute_wgs=R // ROWS, compute_context=compute,
+        num_compute_wgs=held // ROWS, compute_context=compute,
     )  # fmt: skip
     of_sides = [
         matrix_ref.at[inner, pl.ds(pl.multiple_of(side * N + first, INNER), tile.columns)]
         for side in range(sides)
     ]
-    pipeline(x_ref.at[:, inner], *of_sides)
+    held_rows = pl.ds(pl.multiple_of(block * held, ROWS), held)
+    pipeline(x_ref.at[held_rows, inner], *of_sides)
 
 
 def streamed_product(
@@ -168,14 +186,17 @@ def streamed_product(
         options["interpret"] = InterpretGPUParams()
         if jax.__version_info__ < (0, 11):
             tile = dataclasses.replace(tile, cluster=1)
-    out_tile = plgpu.SMEM((R, tile.columns), dtype, transforms=_swizzled(tile.columns, dtype))
+    held = min(R, HELD)
+    tiles, blocks = F // tile.columns, R // held
+    grid = (tiles, blocks // tile.cluster) if blocks > 1 else (tiles // tile.cluster, 1)
+    out_tile = plgpu.SMEM((held, tile.columns), dtype, transforms=_swizzled(tile.columns, dtype))
     return plgpu.kernel(
         functools.partial(_program, tile, sides, finish),
         out_type=jax.ShapeDtypeStruct((parts, R, F), dtype),
         scratch_types=[out_tile],
-        grid=(F // tile.columns // tile.cluster, parts), grid_names=("tile", "part"),
+        grid=(*grid, parts), grid_names=("tile", "block", "part"),
         cluster=(tile.cluster,), cluster_names=("cluster",),
-        num_threads=R // ROWS + 1, thread_name="group",
+        num_threads=held // ROWS + 1, thread_name="group",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),

@@ -18,7 +18,7 @@ FEWEST_ROWS, MOST_ROWS = 3, 32
 
 def pays(rows: int) -> bool:
     """Whether the kernel is worth asking for."""
-    return FEWEST_ROWS <= rows <= MOST_ROWS or hopper.fits(rows)
+    return FEWEST_ROWS <= rows <= MOST_ROWS or hopper.fits(rows, hopper.MOST_ROWS)
 
 
 def gated_product(

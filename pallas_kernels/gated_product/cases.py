@@ -36,6 +36,7 @@ SMALL = (
     Case(name="two_row_tiles", rows=130, width_in=32, columns=48),
     Case(name="whole_rows", rows=64, width_in=128, columns=128),
     Case(name="all_rows", rows=128, width_in=192, columns=256, activation="gelu_tanh"),
+    Case(name="several_blocks", rows=256, width_in=64, columns=192),
     Case(name="no_error_function", rows=64, width_in=64, columns=64, activation="gelu"),
 )
 """For the interpreter: every activation, rows that do not fill a tile, several tiles each way, and
@@ -49,6 +50,7 @@ SERVED = (
     Case(name="gemma_4", rows=64, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_8", rows=128, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma", rows=16, width_in=2560, columns=10240, activation="gelu_tanh"),
+    Case(name="gemma_32", rows=512, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_plain", rows=1, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_e2b", rows=32, width_in=1536, columns=6144, activation="gelu_tanh"),
 )

@@ -77,6 +77,7 @@ def test_a_layer_takes_the_kernel_for_few_rows(monkeypatch):
     assert asked == few
     assert [pays(rows) for rows in (2, 3, 32, 33)] == [False, True, True, False]
     assert [pays(rows) for rows in (63, 64, 128, 192)] == [False, True, True, False]
+    assert [pays(rows) for rows in (256, 512, 1024)] == [True, True, False]
 
 
 def test_widths_that_no_kernel_takes_are_named():

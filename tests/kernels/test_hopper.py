@@ -1,4 +1,4 @@
-"""Products of 64 and 128 rows (Mosaic GPU), interpreted, and who takes them."""
+"""Products of 64 to 512 rows (Mosaic GPU), interpreted, and who takes them."""
 
 import functools
 
@@ -17,14 +17,14 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("rows", [64, 128, 512])
 @pytest.mark.parametrize(
     ("width_in", "sides", "parts", "columns", "tile"),
     [
         (256, 1, 1, 128, None),
         (512, 1, 4, 64, None),
         (256, 2, 1, 256, None),
-        # More tiles than copies under way, and fewer; neither alone in its cluster.
+        # More steps than copies under way, and fewer.
         (448, 2, 1, 128, hopper.Tile(columns=64, steps=3, cluster=2)),
         (256, 3, 2, 128, hopper.Tile(columns=64, steps=8, cluster=1)),
     ],
@@ -58,8 +58,8 @@ def test_parts_of_a_product_by_the_kernel_are_those_of_xla():
 @pytest.mark.parametrize(
     ("rows", "width_in", "columns", "dtype", "why"),
     [
-        (96, 256, 128, "bfloat16", "96 rows are neither 64 nor 128"),
-        (192, 256, 128, "bfloat16", "192 rows are neither"),
+        (96, 256, 128, "bfloat16", "96 rows are not 64 or 128"),
+        (192, 256, 128, "bfloat16", "192 rows are not"),
         (64, 96, 128, "bfloat16", "inner width 96 is no multiple of 64"),
         (64, 128, 96, "bfloat16", "outer width 96 is no multiple of 64"),
         (64, 128, 128, "float32", "float32 has not 16 bits"),
@@ -78,7 +78,7 @@ def test_another_generation_of_gpus_does_without(monkeypatch):
     assert pays(128)
     for other in ("8.0", "10.0"):
         monkeypatch.setattr(hopper, "compute_capability", lambda other=other: other)
-        assert "no Hopper" in str(hopper.obstacle(64, 256, 128, "bfloat16"))
+        assert "no Hopper GPU" in str(hopper.obstacle(64, 256, 128, "bfloat16"))
         assert not pays(128)
 
 
@@ -105,7 +105,9 @@ def test_parts_fill_processors_once(monkeypatch):
 )
 def test_shared_memory_holds_copies_and_results(rows, columns, sides, dtype):
     tile = hopper.own_tile(rows, columns, sides, dtype)
-    copies = tile.steps * 2 * hopper.INNER * (rows + sides * tile.columns)
+    held = min(rows, 128)
+    copies = tile.steps * 2 * hopper.INNER * (held + sides * tile.columns)
     assert tile.steps >= 3
-    assert copies + rows * tile.columns * jnp.dtype(dtype).itemsize <= hopper.SHARED_BYTES
+    assert copies + held * tile.columns * jnp.dtype(dtype).itemsize <= hopper.SHARED_BYTES
+    assert tile.cluster == (2 if rows <= 128 else rows // 128)
     assert columns % (tile.columns * tile.cluster) == 0
