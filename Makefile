@@ -20,8 +20,9 @@ demo: $(RUN_STAMP)
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --durations 20
 
-# The decoding loop compiled for an H200, which takes no card but wheels of some 300 MB. Of its own:
-# neither flags nor versions are those of the other tests.
+# The decoding loop compiled for an H200, which takes no card but wheels of some 300 MB, and what the
+# interpreter of Mosaic GPU does in jax 0.11 alone. Of its own: neither flags nor versions are those of
+# the other tests.
 compiled:
 ifeq ($(PYTHON312),)
 	@echo "not compiled for an H200: there is no Python 3.12; name one as PYTHON312"
@@ -30,7 +31,8 @@ else
 	  || { $(PYTHON312) -m venv $(H200) && $(H200)/bin/python -m pip install --quiet -e ".[h200]" \
 	       && touch $(H200)/.done; } \
 	  || { echo "not compiled for an H200: its compiler could not be installed"; exit 0; }; \
-	$(H200)/bin/python -m pytest --noconftest -o addopts=-qrs tests/kernels/test_compiled_for_h200.py
+	$(H200)/bin/python -m pytest --noconftest -o addopts=-qrs \
+	  $(addprefix tests/kernels/test_,compiled_for_h200.py hopper.py likeliest.py)
 endif
 
 check: $(DEV_STAMP)

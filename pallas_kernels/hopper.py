@@ -10,7 +10,7 @@ products have neither parts nor sides.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,60 +93,66 @@ def own_tile(rows: int, columns: int, sides: int, dtype: DTypeLike) -> Tile:
     return Tile(width, steps, over_columns if rows == held else rows // held)
 
 
-def _swizzled(width: int, dtype: DTypeLike) -> tuple[Any, ...]:
+def swizzled(width: int, dtype: DTypeLike) -> tuple[Any, ...]:
+    """How rows of `width` lie in shared memory for the tensor cores."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(width * size * 8)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
-def _program(
-    tile: Tile, sides: int, finish: Callable[..., Array], x_ref: Any, matrix_ref: Any,
-    out_ref: Any, out_tile: Any,
+def stream(
+    tile: Tile, shape: tuple[int, int, int], x_ref: Any, matrix_ref: Any,
+    store: Callable[..., None], *, sides: int = 1, transposed: bool = False,
 ) -> None:  # fmt: skip
-    K, (parts, R, N) = x_ref.shape[1], out_ref.shape
-    held = min(R, HELD)
-    block_count = R // held
+    """Inside a kernel: this program's fp32 sums, handed to `store`.
+
+    `shape` is that of all results: parts of the inner axis, rows, columns of a side. The matrix is
+    `[K, sides x columns]`, or `transposed` `[columns, K]`. `store(sums, part, place, own, block)`
+    gets the `[ROWS, tile.columns]` sums of each side of its warp group, the part, which tile of the
+    columns they are, where the group's rows begin among those that the program holds, and where
+    these begin among all.
+    """
+    parts, R, N = shape
+    K, held = x_ref.shape[1], min(R, HELD)
     place, block = lax.axis_index("tile"), lax.axis_index("block")
     # A cluster lies along the columns where one program holds all rows, else along the rows.
-    over_rows, member = block_count > 1, lax.axis_index("cluster")
+    over_rows, member = R // held > 1, lax.axis_index("cluster")
     if over_rows:
         block = block * tile.cluster + member
     else:
         place = place * tile.cluster + member
-    first = pl.multiple_of(place * tile.columns, tile.columns)
     share = K // parts
     part = lax.axis_index("part")
     inner = pl.ds(pl.multiple_of(part * share, INNER), share)
     own = lax.axis_index("group") * ROWS
-    rows = pl.ds(pl.multiple_of(own, ROWS), ROWS)
 
     def multiply(_: Any, x: Any, *rest: Any) -> Any:
         *weights, sums = rest
+        rows = x.at[pl.ds(pl.multiple_of(own, ROWS), ROWS)]
         for total, one in zip(sums, weights, strict=True):
-            plgpu.wgmma(total, x.at[rows], one)
+            plgpu.wgmma(total, rows, one.transpose((1, 0)) if transposed else one)
         plgpu.wgmma_wait(0)
         return sums
 
     def compute(run: Callable[..., Any]) -> None:
         def scoped(*sums: Any) -> None:
             run(sums)
-            out_tile[rows] = finish(*(total[...] for total in sums)).astype(out_ref.dtype)
+            store([total[...] for total in sums], part, place, own, block * held)
 
         total = plgpu.ACC((ROWS, tile.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
         pl.run_scoped(scoped, *[total] * sides)
-        plgpu.commit_smem()
-        stored = pl.ds(pl.multiple_of(block * held + own, ROWS), ROWS)
-        made = out_ref.at[part, stored, pl.ds(first, tile.columns)]
-        plgpu.copy_smem_to_gmem(out_tile.at[rows], made)
-        plgpu.wait_smem_to_gmem(0)
 
     once = ("cluster",) if tile.cluster > 1 else ()
     row_spec = plgpu.BlockSpec(
-        (held, INNER), lambda k: (0, k), transforms=_swizzled(INNER, x_ref.dtype),
+        (held, INNER), lambda k: (0, k), transforms=swizzled(INNER, x_ref.dtype),
         collective_axes=() if over_rows else once, memory_space=plgpu.SMEM,
     )  # fmt: skip
+    weights, width = (INNER, tile.columns), tile.columns
+    if transposed:
+        weights, width = weights[::-1], INNER
     weight_spec = plgpu.BlockSpec(
-        (INNER, tile.columns), lambda k: (k, 0), transforms=_swizzled(tile.columns, x_ref.dtype),
+        weights, (lambda k: (0, k)) if transposed else (lambda k: (k, 0)),
+        transforms=swizzled(width, x_ref.dtype),
         collective_axes=once if over_rows else (), memory_space=plgpu.SMEM,
     )  # fmt: skip
     pipeline = plgpu.emit_pipeline_warp_specialized(
@@ -154,12 +160,43 @@ def _program(
         memory_registers=40, max_concurrent_steps=tile.steps, wg_axis="group",
         num_compute_wgs=held // ROWS, compute_context=compute,
     )  # fmt: skip
-    of_sides = [
-        matrix_ref.at[inner, pl.ds(pl.multiple_of(side * N + first, INNER), tile.columns)]
-        for side in range(sides)
-    ]
-    held_rows = pl.ds(pl.multiple_of(block * held, ROWS), held)
-    pipeline(x_ref.at[held_rows, inner], *of_sides)
+
+    def columns_of(side: int) -> Any:
+        first = pl.multiple_of(side * N + place * tile.columns, INNER)
+        columns = pl.ds(first, tile.columns)
+        return matrix_ref.at[columns, inner] if transposed else matrix_ref.at[inner, columns]
+
+    rows = pl.ds(pl.multiple_of(block * held, ROWS), held)
+    pipeline(x_ref.at[rows, inner], *map(columns_of, range(sides)))
+
+
+def launch(
+    program: Callable[..., None], arguments: Sequence[Array], tile: Tile,
+    shape: tuple[int, int, int], out_type: Any, scratch: Sequence[Any], *, interpret: bool,
+) -> Any:  # fmt: skip
+    """Run a `program` that calls `stream` over all of `shape`; it gets the tile first."""
+    options: dict[str, Any] = {}
+    if interpret:
+        # In `plgpu` from jax 0.11 on; before, it knows no barriers of a cluster.
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        options["interpret"] = InterpretGPUParams()
+        if jax.__version_info__ < (0, 11):
+            tile = dataclasses.replace(tile, cluster=1)
+    parts, R, N = shape
+    held = min(R, HELD)
+    tiles, blocks = N // tile.columns, R // held
+    grid = (tiles, blocks // tile.cluster) if blocks > 1 else (tiles // tile.cluster, 1)
+    return plgpu.kernel(
+        functools.partial(program, tile), out_type=out_type, scratch_types=scratch,
+        grid=(*grid, parts), grid_names=("tile", "block", "part"),
+        cluster=(tile.cluster,), cluster_names=("cluster",),
+        num_threads=held // ROWS + 1, thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        **options,
+    )(*arguments)  # fmt: skip
 
 
 def streamed_product(
@@ -178,27 +215,24 @@ def streamed_product(
     `INNER` must divide."""
     R, F = len(x), matrix.shape[1] // sides
     tile = tile or own_tile(R, F, sides, dtype)
-    options: dict[str, Any] = {}
-    if interpret:
-        # In `plgpu` from jax 0.11 on; before, it knows no barriers of a cluster.
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+    shape = (parts, R, F)
 
-        options["interpret"] = InterpretGPUParams()
-        if jax.__version_info__ < (0, 11):
-            tile = dataclasses.replace(tile, cluster=1)
-    held = min(R, HELD)
-    tiles, blocks = F // tile.columns, R // held
-    grid = (tiles, blocks // tile.cluster) if blocks > 1 else (tiles // tile.cluster, 1)
-    out_tile = plgpu.SMEM((held, tile.columns), dtype, transforms=_swizzled(tile.columns, dtype))
-    return plgpu.kernel(
-        functools.partial(_program, tile, sides, finish),
-        out_type=jax.ShapeDtypeStruct((parts, R, F), dtype),
-        scratch_types=[out_tile],
-        grid=(*grid, parts), grid_names=("tile", "block", "part"),
-        cluster=(tile.cluster,), cluster_names=("cluster",),
-        num_threads=held // ROWS + 1, thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-        **options,
-    )(x, matrix)  # fmt: skip
+    def program(tile: Tile, x_ref: Any, matrix_ref: Any, out_ref: Any, out_tile: Any) -> None:
+        def store(
+            sums: Sequence[Array], part: Array, place: Array, own: Array, block: Array
+        ) -> None:
+            rows = pl.ds(pl.multiple_of(own, ROWS), ROWS)
+            out_tile[rows] = finish(*sums).astype(out_ref.dtype)
+            plgpu.commit_smem()
+            stored = pl.ds(pl.multiple_of(block + own, ROWS), ROWS)
+            columns = pl.ds(pl.multiple_of(place * tile.columns, tile.columns), tile.columns)
+            plgpu.copy_smem_to_gmem(out_tile.at[rows], out_ref.at[part, stored, columns])
+            plgpu.wait_smem_to_gmem(0)
+
+        stream(tile, shape, x_ref, matrix_ref, store, sides=sides)
+
+    out_tile = plgpu.SMEM(
+        (min(R, HELD), tile.columns), dtype, transforms=swizzled(tile.columns, dtype)
+    )
+    out_type = jax.ShapeDtypeStruct(shape, dtype)
+    return launch(program, (x, matrix), tile, shape, out_type, [out_tile], interpret=interpret)

@@ -2,21 +2,23 @@
 
 import math
 
+import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import hopper
 from pallas_kernels.choose import Kernels, implementation
-from pallas_kernels.likeliest import gpu, reference
+from pallas_kernels.hopper import ROWS
+from pallas_kernels.likeliest import gpu, reference, streamed
 
 __all__ = ["likeliest", "pays", "runs"]
 
-# With fewer rows the logits are too small to matter, with more XLA leaves the product to a library
-# that multiplies faster than it can be done here. Not timed on a card yet (docs/performance.md).
+# With fewer rows the logits are too small to matter. Not timed on a card yet (docs/performance.md).
 FEWEST_ROWS, MOST_ROWS = 33, 128
 
 
 def pays(rows: int) -> bool:
     """Whether the kernel is worth asking for."""
-    return FEWEST_ROWS <= rows <= MOST_ROWS
+    return FEWEST_ROWS <= rows <= (hopper.MOST_ROWS if hopper.fits(ROWS) else MOST_ROWS)
 
 
 def runs(table: Float[Array, "V D"], kernels: Kernels) -> bool:
@@ -48,7 +50,12 @@ def likeliest(
     if chosen == "reference":
         ids = reference.likeliest(rows, table, vocabulary)
     else:
-        ids = gpu.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
+        tokens, width = table.shape
+        refused = streamed.obstacle(len(rows), tokens, width, table.dtype)
+        # Before 0.11 the interpreter of Mosaic GPU does not turn a table round: it waits for ever.
+        old = chosen == "interpret" and jax.__version_info__ < (0, 11)
+        made_by = gpu if refused or old else streamed
+        ids = made_by.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
     return ids.reshape(x.shape[:-1])
 
 

@@ -41,12 +41,17 @@ SMALL = (
     Case(name="padded_table", rows=3, width=32, tokens=320, vocabulary=289),
     Case(name="equal_products", rows=20, width=16, tokens=512, twice=True),
     Case(name="two_row_tiles", rows=130, width=16, tokens=200),
+    Case(name="streamed", rows=33, width=128, tokens=512, vocabulary=300),
+    Case(name="streamed_equal", rows=120, width=64, tokens=512, twice=True),
+    Case(name="streamed_blocks", rows=240, width=64, tokens=384),
 )
-"""For the interpreter: ends of tiles each way, tokens that do not count, ties."""
+"""For the interpreter: ends of tiles each way, tokens that do not count, ties; some of them such
+that `streamed.py` takes them in 16 bits."""
 
 SERVED = (
     Case(name="qwen35_8", rows=128, width=2560, tokens=248_320),
     Case(name="qwen35", rows=16, width=2560, tokens=248_320),
+    Case(name="qwen35_32", rows=512, width=2560, tokens=248_320),
     Case(name="gemma_8", rows=120, width=2560, tokens=262_144),
     Case(name="gemma_padded", rows=16, width=2560, tokens=262_144, vocabulary=262_100),
     Case(name="equal_products", rows=128, width=2560, tokens=262_144, twice=True),

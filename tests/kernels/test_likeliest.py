@@ -1,4 +1,7 @@
-"""The most likely tokens: the Pallas kernel, interpreted, and its reference."""
+"""The most likely tokens: the Pallas kernels, interpreted, and their reference.
+
+The one for Hopper is interpreted from jax 0.11 on (`make compiled`).
+"""
 
 import functools
 
@@ -6,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import KernelError, likeliest
+from pallas_kernels import KernelError, hopper, likeliest
 from pallas_kernels.likeliest import gpu, pays
 from pallas_kernels.likeliest.cases import SMALL
 from tests.kernels import quick_jit
@@ -41,7 +44,9 @@ def test_an_id_is_of_the_table_whatever_the_products_are(kernels):
         np.testing.assert_array_equal(got[[0, 2]], good[[0, 2]])
 
 
-def test_how_many_rows_are_worth_the_kernel():
+def test_how_many_rows_are_worth_the_kernel(monkeypatch):
+    assert [pays(rows) for rows in (32, 33, 512, 513)] == [False, True, True, False]
+    monkeypatch.setattr(hopper, "compute_capability", lambda: "8.0")
     assert [pays(rows) for rows in (32, 33, 128, 129)] == [False, True, True, False]
 
 
