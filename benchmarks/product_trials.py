@@ -13,6 +13,7 @@ from pallas_kernels.gated_product import cases as gated_cases
 from pallas_kernels.gated_product import gpu as gated_gpu
 from pallas_kernels.likeliest import cases as likeliest_cases
 from pallas_kernels.likeliest import gpu as likeliest_gpu
+from pallas_kernels.likeliest import streamed
 from pallas_kernels.norm import Norm
 from pallas_kernels.parts import number_of_parts
 from pallas_kernels.product import logits
@@ -166,6 +167,13 @@ def likeliest_trials(case: likeliest_cases.Case, arguments: Time, batch: int) ->
         runs |= {f"{n} chunks": functools.partial(_in_chunks, chunks=n) for n in (4, 16)}
         changes += [{"tokens": 64}, {"tokens": 256, "warps": 8, "stages": 3}, {"warps": 8}]
         changes += [{"inner": 128, "stages": 3}, {"stages": 3}]
+    if streamed.obstacle(rows, case.tokens, case.width, jnp.bfloat16) is None:
+        wide = streamed.own_tile(rows, case.tokens)
+        narrow = dataclasses.replace(wide, columns=128, steps=5)
+        for tile in (wide, narrow) if arguments.tiles else (wide,):
+            runs[f"streamed, {dataclasses.astuple(tile)}"] = functools.partial(
+                streamed.likeliest, vocabulary=None, tile=tile
+            )
     for change in changes:
         tile = dataclasses.replace(own, **change)
         runs[str(dataclasses.astuple(tile))] = functools.partial(
