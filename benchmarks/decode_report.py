@@ -130,17 +130,18 @@ def plot(records: Sequence[Record], path: Path) -> None:
     if not counted:
         raise SystemExit(f"--plot {path}: no record counts operations, there is nothing to draw")
     targets = list(dict.fromkeys(record["target"] for record in counted))
+    drafted = sorted({record["drafter"] for record in counted} - {"none"})
+    # The eighth of matplotlib's colours is the grey of plain decoding.
+    colours = {name: f"C{number % 7}" for number, name in enumerate(drafted)} | {"none": "tab:grey"}
     figure, axes = new_figure(1, len(targets), width=4.8, height=3.8)
     for axis, target in zip(axes[0], targets, strict=True):
         here = [record for record in counted if record["target"] == target]
         x = np.geomspace(0.5, 2000, 200)
         axis.plot(x, np.minimum(x * BANDWIDTH, OPERATIONS) / 1e12, color="black", linewidth=1)
-        names = sorted(
-            {record["drafter"] for record in here}, key=lambda name: (name == "none", name)
-        )
-        for number, name in enumerate(names):
-            colour = "tab:grey" if name == "none" else f"C{number}"
+        for name, colour in colours.items():
             own = [record for record in here if record["drafter"] == name]
+            if not own:
+                continue
             at = [record["operations"] / record["bytes_moved"] for record in own]
             reached = [_rate(record) / 1e12 for record in own]
             axis.scatter(at, reached, s=22, color=colour, label="plain" if name == "none" else name)

@@ -38,7 +38,6 @@ from pallas_kernels import (
     gated_delta_step,
     gated_product,
     hopper,
-    likeliest,
     residual_norm,
 )
 from pallas_kernels.attention_heads import cases as heads_cases
@@ -47,6 +46,7 @@ from pallas_kernels.gated_delta import cases as delta_cases
 from pallas_kernels.gated_product import cases as gated_cases
 from pallas_kernels.likeliest import cases as likeliest_cases
 from pallas_kernels.likeliest import gpu as likeliest_gpu
+from pallas_kernels.likeliest import streamed
 from pallas_kernels.parts import product_parts
 from pallas_kernels.product import logits
 from pallas_kernels.residual_norm import cases as norm_cases
@@ -136,7 +136,7 @@ def parity(arguments: Parity) -> bool:
         for case in norm_cases.PRODUCTS:
             number = hopper.number_of_parts(case.width_in, case.width_out)
             for rows in (64, 128):
-                if hopper.obstacle(rows, case.width_in, case.width_out, dtype) is not None:
+                if not hopper.takes(rows, case.width_in, case.width_out, dtype):
                     continue
                 _, x, ((matrix, _),) = case.arguments(dtype, rows, 1)
                 run = jax.jit(product_parts, static_argnums=(2, 3))
@@ -153,19 +153,25 @@ def parity(arguments: Parity) -> bool:
             good &= _say(f"mlp_{case.name}", dtype, {"outputs": _error(got, wanted)}, allowed)
         for case in likeliest_cases.SERVED:
             x, table = case.arguments(dtype, arguments.seed)
-            run = jax.jit(likeliest, static_argnames=("vocabulary", "kernels"))
             made = jax.jit(logits)(x, table)[:, : case.vocabulary]
-            tokens = likeliest_gpu.own_tile(len(x), case.width, x.dtype).tokens
-            partial = jax.ShapeDtypeStruct((-(-case.tokens // tokens), len(x)), jnp.float32)
-            _poison([partial, partial])
-            ids = run(x, table, vocabulary=case.vocabulary, kernels="gpu")
-            # Another order of sums may choose another token: how far is it from the best?
-            own = jnp.take_along_axis(made, ids[:, None], axis=1)[:, 0]
-            errors = {"short of the best": _error(own, made.max(-1))}
-            if case.twice and (ids >= case.tokens // 2).any():
-                errors["the second of equals"] = float("inf")
-            # Sums are fp32 in both.
-            good &= _say(f"likeliest_{case.name}", dtype, errors, ALLOWED["float32"])
+            kinds: dict[str, tuple[Any, Any]] = {
+                "likeliest": (likeliest_gpu, likeliest_gpu.own_tile(len(x), case.width, dtype))
+            }
+            if streamed.takes(len(x), case.tokens, case.width, dtype):
+                kinds["streamed"] = (streamed, streamed.own_tile(len(x), case.tokens))
+            for name, (kernel, tile) in kinds.items():
+                width = getattr(tile, "tokens", None) or tile.columns
+                partial = jax.ShapeDtypeStruct((-(-case.tokens // width), len(x)), jnp.float32)
+                _poison([partial, partial])
+                run = functools.partial(kernel.likeliest, vocabulary=case.vocabulary, tile=tile)
+                ids = jax.jit(run)(x, table)
+                # Another order of sums may choose another token: how far is it from the best?
+                own = jnp.take_along_axis(made, ids[:, None], axis=1)[:, 0]
+                errors = {"short of the best": _error(own, made.max(-1))}
+                if case.twice and (ids >= case.tokens // 2).any():
+                    errors["the second of equals"] = float("inf")
+                # Sums are fp32 in both.
+                good &= _say(f"{name}_{case.name}", dtype, errors, ALLOWED["float32"])
     return good
 
 

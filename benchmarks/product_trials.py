@@ -32,7 +32,7 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
         makers: dict[str, Any] = {"reference": functools.partial(in_parts, number=0)}
         for splits in (s for s in tried if case.width_in % (16 * s) == 0):
             makers[f"{splits} splits"] = functools.partial(in_parts, number=splits)
-        if hopper.obstacle(rows, case.width_in, case.width_out, jnp.bfloat16) is None:
+        if hopper.takes(rows, case.width_in, case.width_out, jnp.bfloat16):
             makers |= _streamed(rows, case.width_in, case.width_out, arguments.tiles)
         for name, make in makers.items():
             kernels = "reference" if name == "reference" else "gpu"
@@ -58,7 +58,7 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
 
                 return jax.lax.fori_loop(0, steps, body, (x, x))
 
-            described = {"rows": rows, "tile": name, "own choice": own}
+            described = {"rows": rows, "tile": name, "parts by XLA": own}
             moved = layers[0][0].nbytes + inputs.nbytes + 3 * x.nbytes
             trials.append(Trial(jax.jit(loop), (x, inputs, layers), described, moved))
     return trials
@@ -91,7 +91,7 @@ def _streamed(rows: int, width_in: int, width_out: int, tiles: bool) -> dict[str
 
 
 def _gated_tiles(rows: int, case: gated_cases.Case) -> list[Any]:
-    if hopper.obstacle(rows, case.width_in, case.columns, jnp.bfloat16) is None:
+    if hopper.takes(rows, case.width_in, case.columns, jnp.bfloat16, hopper.MOST_ROWS):
         wide = hopper.own_tile(rows, case.columns, 2, jnp.bfloat16)
         narrow = dataclasses.replace(wide, columns=64, steps=6)
         streamed = [wide, narrow, *(dataclasses.replace(one, cluster=1) for one in (wide, narrow))]
@@ -118,9 +118,9 @@ def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Tr
             layers.append((matrix, down * case.columns**-0.5))
         number = number_of_parts(rows, case.columns, width)
         runs = {"reference": functools.partial(gated_product, activation=case.activation)}
-        for tile in _gated_tiles(rows, case) if arguments.tiles else [None]:
-            name = "own choice" if tile is None else str(dataclasses.astuple(tile))
-            runs[name] = functools.partial(
+        # The first is what serves.
+        for tile in _gated_tiles(rows, case)[: None if arguments.tiles else 1]:
+            runs[str(dataclasses.astuple(tile))] = functools.partial(
                 gated_gpu.gated_product, activation=case.activation, tile=tile
             )
         for name, run in runs.items():
@@ -167,7 +167,7 @@ def likeliest_trials(case: likeliest_cases.Case, arguments: Time, batch: int) ->
         runs |= {f"{n} chunks": functools.partial(_in_chunks, chunks=n) for n in (4, 16)}
         changes += [{"tokens": 64}, {"tokens": 256, "warps": 8, "stages": 3}, {"warps": 8}]
         changes += [{"inner": 128, "stages": 3}, {"stages": 3}]
-    if streamed.obstacle(rows, case.tokens, case.width, jnp.bfloat16) is None:
+    if streamed.takes(rows, case.tokens, case.width, jnp.bfloat16):
         wide = streamed.own_tile(rows, case.tokens)
         narrow = dataclasses.replace(wide, columns=128, steps=5)
         for tile in (wide, narrow) if arguments.tiles else (wide,):

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.choose import PROCESSORS, compute_capability
+from pallas_kernels.choose import PROCESSORS, Kernels, compute_capability, implementation
 
 ROWS = 64
 """Of a warp group's product."""
@@ -46,28 +46,31 @@ class Tile:
     cluster: int
 
 
-def fits(rows: int, most: int = HELD) -> bool:
-    """Whether there is a kernel for so many rows, up to `most`, on the device in use."""
+def is_hopper() -> bool:
+    """Whether the GPU in use is one; on other devices these kernels are interpreted."""
     capability = compute_capability()
-    return rows in (ROWS, HELD, 2 * HELD, MOST_ROWS) and rows <= most and (
-        capability is None or capability.startswith("9.")
-    )  # fmt: skip
+    return capability is None or capability.startswith("9.")
 
 
-def obstacle(
-    rows: int, width_in: int, columns: int, dtype: DTypeLike, most: int = HELD
-) -> str | None:
-    """Why the kernel cannot make `columns` of each side from `[rows, width_in]`, `most` rows."""
-    if not fits(rows, most):
-        return (
-            f"{rows} rows are not {ROWS} or {HELD} .. {most}, doubled each time, or no Hopper GPU"
-        )
-    for name, width in (("inner", width_in), ("outer", columns)):
-        if width % INNER:
-            return f"{name} width {width} is no multiple of {INNER}"
-    if jnp.dtype(dtype).itemsize != 2:
-        return f"{jnp.dtype(dtype)} has not 16 bits"
-    return None
+def takes(rows: int, width_in: int, columns: int, dtype: DTypeLike, most: int = HELD) -> bool:
+    """Whether the kernel makes `columns` of each side from `[rows, width_in]`, for up to `most`
+    rows."""
+    whole = rows in (ROWS, HELD, 2 * HELD, MOST_ROWS) and rows <= most
+    even = not (width_in % INNER or columns % INNER)
+    return is_hopper() and whole and even and jnp.dtype(dtype).itemsize == 2
+
+
+def is_streamed(
+    rows: int, width_in: int, columns: int, dtype: DTypeLike, kernels: Kernels, most: int = HELD
+) -> bool:
+    """Whether the kernel `takes` a product and is wanted.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    if not takes(rows, width_in, columns, dtype, most):
+        return False
+    return implementation("streamed_product", kernels, dtype, None) != "reference"
 
 
 def number_of_parts(width_in: int, width_out: int) -> int:
@@ -174,7 +177,11 @@ def launch(
     program: Callable[..., None], arguments: Sequence[Array], tile: Tile,
     shape: tuple[int, int, int], out_type: Any, scratch: Sequence[Any], *, interpret: bool,
 ) -> Any:  # fmt: skip
-    """Run a `program` that calls `stream` over all of `shape`; it gets the tile first."""
+    """Run a `program` that calls `stream` over all of `shape`; it gets the tile first.
+
+    Raises:
+        ValueError: parts, tiles or clusters do not come out even: something would not be computed.
+    """
     options: dict[str, Any] = {}
     if interpret:
         # In `plgpu` from jax 0.11 on; before, it knows no barriers of a cluster.
@@ -184,8 +191,13 @@ def launch(
         if jax.__version_info__ < (0, 11):
             tile = dataclasses.replace(tile, cluster=1)
     parts, R, N = shape
-    held = min(R, HELD)
+    held, K = min(R, HELD), arguments[0].shape[1]
     tiles, blocks = N // tile.columns, R // held
+    joined = blocks if blocks > 1 else tiles
+    if R % ROWS or R % held or K % (parts * INNER) or N % tile.columns or joined % tile.cluster:
+        raise ValueError(
+            f"{R} rows, {N} columns and an inner axis of {K} in {parts} parts do not fill {tile}"
+        )
     grid = (tiles, blocks // tile.cluster) if blocks > 1 else (tiles // tile.cluster, 1)
     return plgpu.kernel(
         functools.partial(program, tile), out_type=out_type, scratch_types=scratch,

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
-from pallas_kernels.choose import PROCESSORS, Kernels, implementation
+from pallas_kernels.choose import PROCESSORS, Kernels
 from pallas_kernels.product import at_least_two, matmul_precision
 
 # Products that run on a processor at a time.
@@ -39,7 +39,7 @@ def number_of_parts(
     of a column evenly; one where rows are many. Where a kernel makes the product
     (`pallas_kernels.hopper`) there are fewer.
     """
-    if is_streamed(rows, width_in, width_out, dtype, kernels):
+    if hopper.is_streamed(rows, width_in, width_out, dtype, kernels):
         return hopper.number_of_parts(width_in, width_out)
     tiles = -(-rows // TILE_ROWS) * -(-width_out // TILE_COLUMNS)
     parts = 1
@@ -50,15 +50,6 @@ def number_of_parts(
     return parts
 
 
-def is_streamed(
-    rows: int, width_in: int, width_out: int, dtype: DTypeLike, kernels: Kernels
-) -> bool:
-    """Whether a kernel makes the parts of a product."""
-    if hopper.obstacle(rows, width_in, width_out, dtype) is not None:
-        return False
-    return implementation("streamed_product", kernels, dtype, None) != "reference"
-
-
 def product_parts(
     x: Float[Array, "R K"],
     matrix: Float[Array, "K N"],
@@ -67,7 +58,7 @@ def product_parts(
 ) -> Float[Array, "S P N"]:
     """fp32 parts that sum to `x @ matrix`; `at_least_two` rows."""
     K, N = matrix.shape
-    if is_streamed(len(x), K, N, matrix.dtype, kernels):
+    if x.dtype == matrix.dtype and hopper.is_streamed(len(x), K, N, x.dtype, kernels):
         return hopper.streamed_product(
             x, matrix, lambda total: total, parts=parts, dtype=jnp.float32,
             interpret=kernels == "interpret",

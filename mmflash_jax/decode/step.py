@@ -23,7 +23,7 @@ from mmflash_jax.layers.schema import Params
 from mmflash_jax.layers.scores import Scores
 from mmflash_jax.layers.tree import along
 from pallas_kernels import ancestors_of, depths_of, likeliest, product
-from pallas_kernels.likeliest import pays, runs
+from pallas_kernels.likeliest import pays
 
 
 def borrow_heads(plan: Plan, params: Params) -> Heads:
@@ -41,7 +41,7 @@ def _scores(plan: Plan, params: Params, hidden: Array, logits: Callable[[], Arra
     """
     target = plan.target
     table = target.head(params["target"])
-    if not (pays(math.prod(hidden.shape[:-1])) and runs(table, target.kernels)):
+    if not pays(math.prod(hidden.shape[:-1]), table, target.kernels):
         return Scores.of(logits())
     find = functools.partial(
         likeliest, hidden, table, vocabulary=plan.vocabulary, kernels=target.kernels

@@ -178,7 +178,8 @@ class Engine:
     @property
     def occupied(self) -> int:
         """Slots that are in use or spoken for."""
-        # In this order, since a request goes from prefill to its slot meanwhile.
+        # In this order, since a request goes from prefill to its slot meanwhile: it may count twice
+        # for a moment, but never not at all.
         prefills = len(self._prefills)
         return prefills + sum(ticket is not None for ticket in self._slots)
 

@@ -65,7 +65,7 @@ class GatedAttention(nnx.Module):
         B, T, _ = x.shape
         dtype, columns = x.dtype, self.qkv_proj.kernel.shape[-1]
         number = splits(B * T, x.shape[-1], columns, self.head_dim, dtype, kernels)
-        q, k, v = self._apart(projected(self.qkv_proj, x, number, kernels))
+        q, k, v = self._apart(projected(self.qkv_proj, x, number))
         heads = attention_heads(
             q, k, v, angles, dtype=dtype, head_dim=self.head_dim, gated=True,
             q_norm=self.q_norm.norm, k_norm=self.k_norm.norm,

@@ -29,9 +29,9 @@ class GatedMLP(nnx.Module):
         self, x: Float[Array, "*batch D"], kernels: Kernels = "reference"
     ) -> Float[Array, "*batch F"]:
         """What `down_proj` takes; by the kernel with as many rows as it is worth it for."""
-        asked = kernels if pays(math.prod(x.shape[:-1])) else "reference"
-        matrix = self.gate_up_proj.kernel[...]
-        return gated_product(x, matrix, type(self).activation, kernels=asked)
+        matrix, activation = self.gate_up_proj.kernel[...], type(self).activation
+        worth = pays(math.prod(x.shape[:-1]), matrix, activation, kernels)
+        return gated_product(x, matrix, activation, kernels=kernels if worth else "reference")
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return self.down_proj(self.inner(x))

@@ -65,7 +65,7 @@ class Attention(nnx.Module):
         window, inner = self.layer.window, self.heads * self.layer.head_dim
         columns, head_dim = self.qkv_proj.kernel.shape[-1], self.layer.head_dim
         number = splits(B * T, x.shape[-1], columns, head_dim, x.dtype, kernels)
-        joined = projected(self.qkv_proj, x, number, kernels)
+        joined = projected(self.qkv_proj, x, number)
         heads = functools.partial(
             attention_heads, joined[..., :inner], angles=angles, dtype=x.dtype, head_dim=head_dim,
             q_norm=self.q_norm.norm, kernels=kernels,

@@ -31,7 +31,7 @@ def splits(
     """
     if rows > FEW_ROWS or _chosen(head_dim, dtype, None, kernels) == "reference":
         return 1
-    return number_of_parts(rows, width_in, width_out, dtype, kernels)
+    return number_of_parts(rows, width_in, width_out)
 
 
 def attention_heads(

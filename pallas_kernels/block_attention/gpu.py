@@ -56,8 +56,9 @@ def _add(carry: Carry, q: Array, k: Array, v: Array, seen: Array, scale: float) 
     """Take in a tile of keys: softmax over what came so far, in base 2."""
     out, top, total = carry
     scores = jnp.where(seen, dot(q, k.T) * scale, NOTHING)
-    # Above NOTHING, so that keys that are not seen weigh nothing in a row that has seen none yet.
-    above = jnp.maximum(jnp.maximum(top, NOTHING / 2), jnp.max(scores, axis=1))
+    # A row that has seen no key yet weighs unseen ones like seen ones: that fades to nothing with
+    # the first it sees, and every row sees itself. A split that sees none is not merged.
+    above = jnp.maximum(top, jnp.max(scores, axis=1))
     fade = jnp.exp2(top - above)
     weights = jnp.exp2(scores - above[:, None])
     out = out * fade[:, None] + dot(weights.astype(v.dtype), v)

@@ -16,9 +16,22 @@ __all__ = ["Activation", "activate", "gated_product", "pays"]
 FEWEST_ROWS, MOST_ROWS = 3, 32
 
 
-def pays(rows: int) -> bool:
-    """Whether the kernel is worth asking for."""
-    return FEWEST_ROWS <= rows <= MOST_ROWS or hopper.fits(rows, hopper.MOST_ROWS)
+def pays(rows: int, matrix: Float[Array, "K N"], activation: Activation, kernels: Kernels) -> bool:
+    """Whether a kernel is worth asking for.
+
+    Raises:
+        KernelError: `kernels` names a kernel that cannot run here.
+    """
+    few = FEWEST_ROWS <= rows <= MOST_ROWS
+    return few or _is_streamed(rows, matrix, activation, kernels)
+
+
+def _is_streamed(rows: int, matrix: Array, activation: Activation, kernels: Kernels) -> bool:
+    K, N = matrix.shape
+    # Mosaic GPU has no error function (jax 0.11.2).
+    return activation != "gelu" and hopper.is_streamed(
+        rows, K, N // 2, matrix.dtype, kernels, hopper.MOST_ROWS
+    )
 
 
 def gated_product(
@@ -36,10 +49,14 @@ def gated_product(
     Raises:
         KernelError: `kernels` names a kernel that cannot run here.
     """
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    tile = None
+    if _is_streamed(len(rows), matrix, activation, kernels):
+        tile = hopper.own_tile(len(rows), matrix.shape[1] // 2, 2, matrix.dtype)
     obstacle = None if kernels == "reference" else gpu.obstacle(*matrix.shape)
-    chosen = implementation("gated_product", kernels, matrix.dtype, obstacle)
+    op = "gated_product" if tile is None else "streamed_product"
+    chosen = implementation(op, kernels, matrix.dtype, obstacle)
     if chosen == "reference":
         return reference.gated_product(x, matrix, activation)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    made = gpu.gated_product(rows, matrix, activation, interpret=chosen == "interpret")
+    made = gpu.gated_product(rows, matrix, activation, tile=tile, interpret=chosen == "interpret")
     return made.reshape(*x.shape[:-1], made.shape[-1])

@@ -50,6 +50,7 @@ SERVED = (
     Case(name="gemma_4", rows=64, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_8", rows=128, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma", rows=16, width_in=2560, columns=10240, activation="gelu_tanh"),
+    Case(name="qwen35_16", rows=256, width_in=2560, columns=9216),
     Case(name="gemma_32", rows=512, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_plain", rows=1, width_in=2560, columns=10240, activation="gelu_tanh"),
     Case(name="gemma_e2b", rows=32, width_in=1536, columns=6144, activation="gelu_tanh"),

@@ -96,10 +96,6 @@ def gated_product(
 ) -> Float[Array, "R F"]:
     """`pallas_kernels.gated_product`; the kind of `tile` says by which backend."""
     (R, K), F = x.shape, matrix.shape[1] // 2
-    # Mosaic GPU has no error function (jax 0.11.2).
-    refused = activation == "gelu" or hopper.obstacle(R, K, F, x.dtype, hopper.MOST_ROWS)
-    if tile is None and not refused:
-        tile = hopper.own_tile(R, F, 2, x.dtype)
     if isinstance(tile, hopper.Tile):
         join = functools.partial(_joined, activation, x.dtype)
         return hopper.streamed_product(

@@ -5,29 +5,24 @@ import math
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import hopper
 from pallas_kernels.choose import Kernels, implementation
-from pallas_kernels.hopper import ROWS
 from pallas_kernels.likeliest import gpu, reference, streamed
 
-__all__ = ["likeliest", "pays", "runs"]
+__all__ = ["likeliest", "pays"]
 
 # With fewer rows the logits are too small to matter. Not timed on a card yet (docs/performance.md).
 FEWEST_ROWS, MOST_ROWS = 33, 128
 
 
-def pays(rows: int) -> bool:
-    """Whether the kernel is worth asking for."""
-    return FEWEST_ROWS <= rows <= (hopper.MOST_ROWS if hopper.fits(ROWS) else MOST_ROWS)
-
-
-def runs(table: Float[Array, "V D"], kernels: Kernels) -> bool:
-    """Whether the kernel is what runs, so that logits are not made.
+def pays(rows: int, table: Float[Array, "V D"], kernels: Kernels) -> bool:
+    """Whether a kernel is worth asking for and is what runs, so that logits are not made.
 
     Raises:
         KernelError: `kernels` names a kernel that cannot run here.
     """
-    return _chosen(table, kernels) != "reference"
+    if rows < FEWEST_ROWS or (rows > MOST_ROWS and not _is_streamed(rows, table, kernels)):
+        return False
+    return _chosen(rows, table, kernels) != "reference"
 
 
 def likeliest(
@@ -45,20 +40,26 @@ def likeliest(
     Raises:
         KernelError: `kernels` names a kernel that cannot run here.
     """
-    chosen = _chosen(table, kernels)
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    chosen = _chosen(len(rows), table, kernels)
     if chosen == "reference":
         ids = reference.likeliest(rows, table, vocabulary)
     else:
-        tokens, width = table.shape
-        refused = streamed.obstacle(len(rows), tokens, width, table.dtype)
-        # Before 0.11 the interpreter of Mosaic GPU does not turn a table round: it waits for ever.
-        old = chosen == "interpret" and jax.__version_info__ < (0, 11)
-        made_by = gpu if refused or old else streamed
+        made_by = streamed if _is_streamed(len(rows), table, kernels) else gpu
         ids = made_by.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
     return ids.reshape(x.shape[:-1])
 
 
-def _chosen(table: Array, kernels: Kernels) -> str:
+def _is_streamed(rows: int, table: Array, kernels: Kernels) -> bool:
+    # Before 0.11 the interpreter of Mosaic GPU does not turn a table round: it waits for ever.
+    if kernels == "interpret" and jax.__version_info__ < (0, 11):
+        return False
+    if not streamed.takes(rows, *table.shape, dtype=table.dtype):
+        return False
+    return implementation("streamed_product", kernels, table.dtype, None) != "reference"
+
+
+def _chosen(rows: int, table: Array, kernels: Kernels) -> str:
     obstacle = None if kernels == "reference" else gpu.obstacle(*table.shape)
-    return implementation("likeliest", kernels, table.dtype, obstacle)
+    op = "streamed_product" if _is_streamed(rows, table, kernels) else "likeliest"
+    return implementation(op, kernels, table.dtype, obstacle)

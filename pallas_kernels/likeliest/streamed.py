@@ -29,13 +29,10 @@ def padded(rows: int) -> int:
     return whole
 
 
-def obstacle(rows: int, tokens: int, width: int, dtype: DTypeLike) -> str | None:
-    """Why the kernel cannot take `rows` and a table `[tokens, width]`."""
-    if tokens > MOST_TOKENS:
-        return f"{tokens} tokens are more than {MOST_TOKENS}"
-    if tokens % 128:
-        return f"{tokens} tokens are no multiple of 128"
-    return hopper.obstacle(padded(rows), width, tokens, dtype, hopper.MOST_ROWS)
+def takes(rows: int, tokens: int, width: int, dtype: DTypeLike) -> bool:
+    """Whether the kernel takes `rows` and a table `[tokens, width]`."""
+    counted = tokens <= MOST_TOKENS and tokens % 128 == 0
+    return counted and hopper.takes(padded(rows), width, tokens, dtype, hopper.MOST_ROWS)
 
 
 def own_tile(rows: int, tokens: int) -> Tile:
@@ -60,7 +57,7 @@ def likeliest(
     tile = tile or own_tile(R, V)
     shape = (1, rows, V)
 
-    def program(
+    def likeliest(
         tile: Tile, x_ref: Any, table_ref: Any, best_ref: Any, ids_ref: Any, *tiles: Any
     ) -> None:
         def store(sums: list[Array], _: Array, place: Array, own: Array, block: Array) -> None:
@@ -85,7 +82,7 @@ def likeliest(
     each = jax.ShapeDtypeStruct((V // tile.columns, rows), jnp.float32)
     held = plgpu.SMEM((min(rows, hopper.HELD),), jnp.float32)
     best, ids = hopper.launch(
-        program, (jnp.pad(x, ((0, rows - R), (0, 0))), table), tile, shape, [each, each],
+        likeliest, (jnp.pad(x, ((0, rows - R), (0, 0))), table), tile, shape, [each, each],
         [held, held], interpret=interpret,
     )  # fmt: skip
     # Of equal products the first tile's, which holds the lowest id.

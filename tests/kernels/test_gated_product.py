@@ -10,7 +10,6 @@ from flax import nnx
 
 from mmflash_jax.layers.mlp import GeGLU, SwiGLU
 from pallas_kernels import KernelError, gated_product
-from pallas_kernels.gated_product import pays
 from pallas_kernels.gated_product.cases import SMALL
 from tests.kernels import quick_jit
 from tests.tolerances import KERNEL_BF16, LAYER, assert_close
@@ -70,14 +69,16 @@ def test_a_layer_takes_the_kernel_for_few_rows(monkeypatch):
         return gated_product(x, matrix, activation)
 
     monkeypatch.setattr("mmflash_jax.layers.mlp.gated_product", record)
-    layer = SwiGLU(16, 32, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
-    for rows in ((1, 1), (2, 1), (1, 3), (2, 16), (3, 11), (4, 16)):
-        layer.inner(jnp.ones((*rows, 16)), "interpret")
-    few = ["reference", "reference", "interpret", "interpret", "reference", "interpret"]
-    assert asked == few
-    assert [pays(rows) for rows in (2, 3, 32, 33)] == [False, True, True, False]
-    assert [pays(rows) for rows in (63, 64, 128, 192)] == [False, True, True, False]
-    assert [pays(rows) for rows in (256, 512, 1024)] == [True, True, False]
+    layer = SwiGLU(64, 128, dtype=jnp.dtype("bfloat16"), rngs=nnx.Rngs(0))
+    for rows in ((1, 1), (2, 1), (1, 3), (2, 16), (3, 11), (4, 16), (1, 65), (4, 128), (8, 128)):
+        layer.inner(jnp.ones((*rows, 64), jnp.bfloat16), "interpret")
+    worth = [False, False, True, True, False, True, False, True, False]
+    assert asked == ["interpret" if one else "reference" for one in worth]
+    # In fp32, and where the width fills no tensor core, XLA makes many rows.
+    for width, dtype in ((128, "float32"), (96, "bfloat16")):
+        other = SwiGLU(64, width, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        other.inner(jnp.ones((64, 64), dtype), "interpret")
+        assert asked.pop() == "reference"
 
 
 def test_widths_that_no_kernel_takes_are_named():

@@ -5,10 +5,12 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from mmflash_jax.layers.mlp import SwiGLU
+from mmflash_jax.layers.residual import add_product
 from pallas_kernels import choose, hopper
-from pallas_kernels.gated_product import pays
-from pallas_kernels.parts import is_streamed, number_of_parts, product_parts
+from pallas_kernels.parts import number_of_parts, product_parts
 from tests.kernels import quick_jit
 from tests.tolerances import LAYER, assert_close
 
@@ -56,30 +58,67 @@ def test_parts_of_a_product_by_the_kernel_are_those_of_xla():
 
 
 @pytest.mark.parametrize(
-    ("rows", "width_in", "columns", "dtype", "why"),
+    ("rows", "width_in", "columns", "dtype", "taken"),
     [
-        (96, 256, 128, "bfloat16", "96 rows are not 64 or 128"),
-        (192, 256, 128, "bfloat16", "192 rows are not"),
-        (64, 96, 128, "bfloat16", "inner width 96 is no multiple of 64"),
-        (64, 128, 96, "bfloat16", "outer width 96 is no multiple of 64"),
-        (64, 128, 128, "float32", "float32 has not 16 bits"),
-        (128, 2560, 9216, "bfloat16", None),
+        (128, 2560, 9216, "bfloat16", True),
+        (96, 256, 128, "bfloat16", False),
+        (256, 256, 128, "bfloat16", False),
+        (64, 96, 128, "bfloat16", False),
+        (64, 128, 96, "bfloat16", False),
+        (64, 128, 128, "float32", False),
     ],
 )
-def test_what_it_cannot_take(rows, width_in, columns, dtype, why):
-    said = hopper.obstacle(rows, width_in, columns, dtype)
-    assert said == why if why is None else why in str(said)
+def test_what_it_takes(rows, width_in, columns, dtype, taken):
+    assert hopper.takes(rows, width_in, columns, dtype) == taken
+    assert hopper.is_streamed(rows, width_in, columns, dtype, "interpret") == taken
 
 
 def test_another_generation_of_gpus_does_without(monkeypatch):
-    assert hopper.fits(64)
     monkeypatch.setattr(hopper, "compute_capability", lambda: "9.0")
-    assert hopper.fits(64)
-    assert pays(128)
+    assert hopper.takes(64, 256, 128, "bfloat16")
     for other in ("8.0", "10.0"):
         monkeypatch.setattr(hopper, "compute_capability", lambda other=other: other)
-        assert "no Hopper GPU" in str(hopper.obstacle(64, 256, 128, "bfloat16"))
-        assert not pays(128)
+        assert not hopper.takes(64, 256, 128, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width_in", "columns", "parts", "tile"),
+    [
+        (64, 192, 128, 2, None),
+        (64, 128, 192, 1, hopper.Tile(columns=128, steps=2, cluster=1)),
+        (64, 128, 192, 1, hopper.Tile(columns=64, steps=2, cluster=2)),
+        (192, 128, 128, 1, hopper.Tile(columns=64, steps=2, cluster=1)),
+    ],
+)
+def test_nothing_is_left_out_silently(rows, width_in, columns, parts, tile, monkeypatch):
+    x, matrix = normal(0, rows, width_in), normal(1, width_in, columns)
+    # As on a card: one interpreter leaves clusters out.
+    monkeypatch.setattr(hopper.plgpu, "kernel", None)
+    with pytest.raises(
+        ValueError, match=f"{rows} rows, {columns} columns .* {width_in} in {parts}"
+    ):
+        hopper.streamed_product(
+            x, matrix, lambda total: total, parts=parts, dtype=jnp.float32, tile=tile
+        )
+
+
+def test_layers_reach_the_kernel(monkeypatch):
+    """Gate and up, and the parts of down; a width or dtype that it does not take goes elsewhere."""
+    made = []
+
+    def record(x, matrix, finish, *, parts=1, sides=1, **options):
+        made.append((matrix.shape, sides, parts))
+        return streamed(x, matrix, finish, parts=parts, sides=sides, **options)
+
+    streamed = hopper.streamed_product
+    monkeypatch.setattr(hopper, "streamed_product", record)
+    for width, dtype in ((512, "bfloat16"), (512, "float32"), (528, "bfloat16")):
+        layer = SwiGLU(128, width, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        x = normal(4, 4, 16, 128).astype(dtype)
+        inner = layer.inner(x, "interpret")
+        add_product(x, layer.down_proj, inner, None, kernels="interpret")
+        assert layer.inner(x, "auto").shape == inner.shape
+    assert made == [((128, 1024), 2, 1), ((512, 128), 1, 2)]
 
 
 def test_parts_fill_processors_once(monkeypatch):
@@ -95,8 +134,8 @@ def test_parts_fill_processors_once(monkeypatch):
     monkeypatch.setattr(choose, "platform", lambda: "gpu")
     monkeypatch.setattr(hopper, "compute_capability", lambda: "9.0")
     # Until a card has seen it.
-    assert not is_streamed(128, 10240, 2560, "bfloat16", "auto")
-    assert is_streamed(128, 10240, 2560, "bfloat16", "gpu")
+    assert not hopper.is_streamed(128, 10240, 2560, "bfloat16", "auto")
+    assert hopper.is_streamed(128, 10240, 2560, "bfloat16", "gpu")
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -109,5 +148,7 @@ def test_shared_memory_holds_copies_and_results(rows, columns, sides, dtype):
     copies = tile.steps * 2 * hopper.INNER * (held + sides * tile.columns)
     assert tile.steps >= 3
     assert copies + held * tile.columns * jnp.dtype(dtype).itemsize <= hopper.SHARED_BYTES
-    assert tile.cluster == (2 if rows <= 128 else rows // 128)
-    assert columns % (tile.columns * tile.cluster) == 0
+    # Three tiles of 64 columns have no even cluster.
+    assert tile.cluster == ((2 if columns > 192 else 1) if rows <= 128 else rows // 128)
+    if rows <= 128:
+        assert columns % (tile.columns * tile.cluster) == 0
