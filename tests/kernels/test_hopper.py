@@ -19,16 +19,19 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [64, 128, 512])
 @pytest.mark.parametrize(
-    ("width_in", "sides", "parts", "columns", "tile"),
+    ("rows", "width_in", "sides", "parts", "columns", "tile"),
     [
-        (256, 1, 1, 128, None),
-        (512, 1, 4, 64, None),
-        (256, 2, 1, 256, None),
+        (64, 256, 1, 1, 128, None),
+        (128, 512, 1, 4, 64, None),
+        (128, 256, 2, 1, 256, None),
         # More steps than copies under way, and fewer.
-        (448, 2, 1, 128, hopper.Tile(columns=64, steps=3, cluster=2)),
-        (256, 3, 2, 128, hopper.Tile(columns=64, steps=8, cluster=1)),
+        (64, 448, 2, 1, 128, hopper.Tile(columns=64, steps=3, cluster=2)),
+        (128, 256, 3, 2, 128, hopper.Tile(columns=64, steps=8, cluster=1)),
+        # Several blocks of rows: all in a cluster, two in each, each alone.
+        (512, 128, 2, 1, 128, None),
+        (512, 64, 1, 1, 64, hopper.Tile(columns=64, steps=2, cluster=2)),
+        (256, 128, 1, 2, 64, hopper.Tile(columns=64, steps=2, cluster=1)),
     ],
 )
 def test_sums_of_every_side_and_part(rows, width_in, sides, parts, columns, tile):
