@@ -23,6 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.choose import PROCESSORS, Kernels, compute_capability, implementation
+from pallas_kernels.tiles import shares
 
 ROWS = 64
 """Of a warp group's product."""
@@ -77,12 +78,7 @@ def number_of_parts(width_in: int, width_out: int) -> int:
     """Into how many parts to cut a product: a power of two that gives each processor one program
     at most, and each program four steps at least."""
     tiles = width_out // own_tile(ROWS, width_out, 1, jnp.float32).columns
-    parts = 1
-    while 2 * parts * tiles <= PROCESSORS and width_in % (2 * parts * INNER) == 0:
-        if 2 * parts * LEAST_STEPS * INNER > width_in:
-            break
-        parts *= 2
-    return parts
+    return shares(width_in, PROCESSORS // tiles, multiple=INNER, least=LEAST_STEPS * INNER)
 
 
 def own_tile(rows: int, columns: int, sides: int, dtype: DTypeLike) -> Tile:

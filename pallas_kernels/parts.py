@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import hopper
 from pallas_kernels.choose import PROCESSORS, Kernels
 from pallas_kernels.product import at_least_two, matmul_precision
+from pallas_kernels.tiles import shares
 
 # Products that run on a processor at a time.
 RESIDENT = 3
@@ -42,12 +43,8 @@ def number_of_parts(
     if hopper.is_streamed(rows, width_in, width_out, dtype, kernels):
         return hopper.number_of_parts(width_in, width_out)
     tiles = -(-rows // TILE_ROWS) * -(-width_out // TILE_COLUMNS)
-    parts = 1
-    while 2 * parts * tiles <= RESIDENT * PROCESSORS and 2 * parts * LEAST_PART <= width_in:
-        if width_in % (2 * parts * TILE_INNER):
-            break
-        parts *= 2
-    return parts
+    most = RESIDENT * PROCESSORS // tiles
+    return shares(width_in, most, multiple=TILE_INNER, least=LEAST_PART)
 
 
 def product_parts(

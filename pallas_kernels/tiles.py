@@ -19,6 +19,17 @@ def divisor(width: int, most: int) -> int:
     return min(width & -width, most)
 
 
+def shares(width: int, most: int, *, multiple: int, least: int) -> int:
+    """Into how many shares to cut `width`: a power of two up to `most`, each of them a multiple of
+    `multiple` and not below `least`; one if none fits."""
+    number = 1
+    while 2 * number <= most and width % (2 * number * multiple) == 0:
+        if 2 * number * least > width:
+            break
+        number *= 2
+    return number
+
+
 def dot(a: Array, b: Array) -> Array:
     """fp32 product of matrices of one dtype, inside a kernel."""
     return plt.dot(a, b, precision=matmul_precision(a.dtype))

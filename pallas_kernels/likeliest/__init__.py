@@ -1,6 +1,7 @@
 """The output head of greedy decoding: the most likely token of each row, without its logits."""
 
 import math
+from types import ModuleType
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -22,7 +23,7 @@ def pays(rows: int, table: Float[Array, "V D"], kernels: Kernels) -> bool:
     """
     if rows < FEWEST_ROWS or (rows > MOST_ROWS and not _is_streamed(rows, table, kernels)):
         return False
-    return _chosen(rows, table, kernels) != "reference"
+    return _chosen(rows, table, kernels)[1] != "reference"
 
 
 def likeliest(
@@ -41,12 +42,11 @@ def likeliest(
         KernelError: `kernels` names a kernel that cannot run here.
     """
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    chosen = _chosen(len(rows), table, kernels)
+    kernel, chosen = _chosen(len(rows), table, kernels)
     if chosen == "reference":
         ids = reference.likeliest(rows, table, vocabulary)
     else:
-        made_by = streamed if _is_streamed(len(rows), table, kernels) else gpu
-        ids = made_by.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
+        ids = kernel.likeliest(rows, table, vocabulary, interpret=chosen == "interpret")
     return ids.reshape(x.shape[:-1])
 
 
@@ -59,7 +59,10 @@ def _is_streamed(rows: int, table: Array, kernels: Kernels) -> bool:
     return implementation("streamed_product", kernels, table.dtype, None) != "reference"
 
 
-def _chosen(rows: int, table: Array, kernels: Kernels) -> str:
+def _chosen(rows: int, table: Array, kernels: Kernels) -> tuple[ModuleType, str]:
+    """Which of the kernels takes so many rows, and whether that or the reference runs."""
+    kernel, op = gpu, "likeliest"
+    if _is_streamed(rows, table, kernels):
+        kernel, op = streamed, "streamed_product"
     obstacle = None if kernels == "reference" else gpu.obstacle(*table.shape)
-    op = "streamed_product" if _is_streamed(rows, table, kernels) else "likeliest"
-    return implementation(op, kernels, table.dtype, obstacle)
+    return kernel, implementation(op, kernels, table.dtype, obstacle)

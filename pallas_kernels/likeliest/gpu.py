@@ -108,6 +108,11 @@ def likeliest(
         interpret=interpret,
         name="likeliest",
     )(x, table)
-    # Of equal products the first tile's, which holds the lowest id.
+    return merged(best, ids)
+
+
+def merged(best: Array, ids: Array) -> Array:
+    """The id that goes with the largest product of all tiles `[tiles, R]`; of equal ones the first
+    tile's, which holds the lowest id."""
     first = jnp.argmax(best, axis=0)
     return jnp.take_along_axis(ids, first[None], axis=0)[0]

@@ -16,6 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper import ROWS, Tile
+from pallas_kernels.likeliest.gpu import merged
+from pallas_kernels.tiles import power_of_two
 
 # Ids are counted in fp32, in which warp groups find maxima.
 MOST_TOKENS = 2**24
@@ -23,10 +25,7 @@ MOST_TOKENS = 2**24
 
 def padded(rows: int) -> int:
     """The fewest rows, not fewer than `rows`, that the products take or would take."""
-    whole = ROWS
-    while whole < rows:
-        whole *= 2
-    return whole
+    return max(ROWS, power_of_two(rows))
 
 
 def takes(rows: int, tokens: int, width: int, dtype: DTypeLike) -> bool:
@@ -85,6 +84,4 @@ def likeliest(
         likeliest, (jnp.pad(x, ((0, rows - R), (0, 0))), table), tile, shape, [each, each],
         [held, held], interpret=interpret,
     )  # fmt: skip
-    # Of equal products the first tile's, which holds the lowest id.
-    first = jnp.argmax(best[:, :R], axis=0)
-    return jnp.take_along_axis(ids[:, :R], first[None], axis=0)[0].astype(jnp.int32)
+    return merged(best[:, :R], ids[:, :R]).astype(jnp.int32)
