@@ -31,19 +31,17 @@ from benchmarks.kernel_trials import (
     delta_trials,
     heads_trials,
 )
-from benchmarks.product_trials import gated_trials, likeliest_trials, product_trials
+from benchmarks.product_trials import likeliest_trials, product_trials
 from pallas_kernels import (
     attention_heads,
     block_attention,
     gated_delta_step,
-    gated_product,
     hopper,
     residual_norm,
 )
 from pallas_kernels.attention_heads import cases as heads_cases
 from pallas_kernels.block_attention import cases as attention_cases
 from pallas_kernels.gated_delta import cases as delta_cases
-from pallas_kernels.gated_product import cases as gated_cases
 from pallas_kernels.likeliest import cases as likeliest_cases
 from pallas_kernels.likeliest import gpu as likeliest_gpu
 from pallas_kernels.likeliest import streamed
@@ -135,22 +133,14 @@ def parity(arguments: Parity) -> bool:
             good &= _say(case.name, dtype, {n: _error(a, b) for n, a, b in pairs}, allowed)
         for case in norm_cases.PRODUCTS:
             number = hopper.number_of_parts(case.width_in, case.width_out)
-            for rows in (64, 128):
-                if not hopper.takes(rows, case.width_in, case.width_out, dtype):
-                    continue
+            rows = hopper.HELD
+            if hopper.takes(rows, case.width_in, case.width_out, dtype):
                 _, x, ((matrix, _),) = case.arguments(dtype, rows, 1)
                 run = jax.jit(product_parts, static_argnums=(2, 3))
                 wanted = run(x, matrix, number, "reference")
                 _poison(wanted)
                 errors = {"parts": _error(run(x, matrix, number, "gpu"), wanted)}
                 good &= _say(f"streamed_{case.name}_{rows}", dtype, errors, ALLOWED["float32"])
-        for case in gated_cases.SERVED:
-            *arrays, activation = case.arguments(dtype, arguments.seed)
-            run = functools.partial(gated_product, activation=activation)
-            wanted = jax.jit(run)(*arrays)
-            _poison(wanted)
-            got = jax.jit(functools.partial(run, kernels="gpu"))(*arrays)
-            good &= _say(f"mlp_{case.name}", dtype, {"outputs": _error(got, wanted)}, allowed)
         for case in likeliest_cases.SERVED:
             x, table = case.arguments(dtype, arguments.seed)
             made = jax.jit(logits)(x, table)[:, : case.vocabulary]
@@ -228,7 +218,6 @@ def measure(arguments: Time) -> list[dict[str, Any]]:
         ("", attention_cases.SERVED, attention_trials),
         ("", delta_cases.SERVED, delta_trials),
         ("", norm_cases.PRODUCTS, product_trials),
-        ("mlp_", gated_cases.TIMED, gated_trials),
         ("likeliest_", likeliest_cases.TIMED, likeliest_trials),
     ]
     for batch in arguments.batches:

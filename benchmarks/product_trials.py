@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernel_trials import LAYERS, Time, Trial, in_parts
-from pallas_kernels import gated_product, hopper, likeliest, residual_norm
-from pallas_kernels.gated_product import cases as gated_cases
-from pallas_kernels.gated_product import gpu as gated_gpu
+from pallas_kernels import hopper, likeliest, residual_norm
 from pallas_kernels.likeliest import cases as likeliest_cases
 from pallas_kernels.likeliest import gpu as likeliest_gpu
 from pallas_kernels.likeliest import streamed
-from pallas_kernels.norm import Norm
 from pallas_kernels.parts import number_of_parts
 from pallas_kernels.product import logits
 from pallas_kernels.residual_norm import cases as norm_cases
@@ -66,7 +63,7 @@ def product_trials(case: norm_cases.Product, arguments: Time, batch: int) -> lis
 
 def _streamed(rows: int, width_in: int, width_out: int, tiles: bool) -> dict[str, Any]:
     """Makers of the parts of a product by description, the kernel's own choice first."""
-    own = hopper.own_tile(rows, width_out, 1, jnp.float32)
+    own = hopper.own_tile(rows, width_out, jnp.float32)
     number = hopper.number_of_parts(width_in, width_out)
     tried = [(own, number)]
     if tiles:
@@ -79,67 +76,11 @@ def _streamed(rows: int, width_in: int, width_out: int, tiles: bool) -> dict[str
         tried += [(narrow, number), (narrow, number // 2)]
     return {
         f"streamed, {parts} parts, {dataclasses.astuple(tile)}": functools.partial(
-            hopper.streamed_product,
-            finish=lambda total: total,
-            parts=parts,
-            dtype=jnp.float32,
-            tile=tile,
+            hopper.product_parts, parts=parts, tile=tile
         )
         for tile, parts in tried
         if parts and width_in % (parts * hopper.INNER) == 0
     }
-
-
-def _gated_tiles(rows: int, case: gated_cases.Case) -> list[Any]:
-    if hopper.takes(rows, case.width_in, case.columns, jnp.bfloat16, hopper.MOST_ROWS):
-        wide = hopper.own_tile(rows, case.columns, 2, jnp.bfloat16)
-        narrow = dataclasses.replace(wide, columns=64, steps=6)
-        streamed = [wide, narrow, *(dataclasses.replace(one, cluster=1) for one in (wide, narrow))]
-    else:
-        streamed = []
-    own = gated_gpu.own_tile(rows, case.width_in, case.columns, jnp.bfloat16)
-    changes: list[dict[str, int]] = [{}, {"columns": 32}, {"inner": 128, "stages": 3}]
-    changes += [{"columns": 32, "inner": 128}, {"columns": 32, "inner": 256, "stages": 3}]
-    changes += [{"stages": 6}, {"warps": 8}, {"columns": 128, "warps": 8, "stages": 3}]
-    return streamed + [dataclasses.replace(own, **change) for change in changes]
-
-
-def gated_trials(case: gated_cases.Case, arguments: Time, batch: int) -> list[Trial]:
-    """A feed-forward layer, from its norm to the next, its inner half as XLA makes it and by the
-    kernel: what the down projection starts with is the other's end. Rows of plain decoding and of
-    blocks of 16; the weights of `LAYERS` layers."""
-    trials, width = [], case.width_in
-    for rows in (batch, 16 * batch):
-        x = jnp.ones((rows, width), jnp.bfloat16)
-        layers = []
-        for seed in range(LAYERS):
-            _, matrix, _ = case.arguments(jnp.bfloat16, seed)
-            down = jax.random.normal(jax.random.key(-1 - seed), (case.columns, width), x.dtype)
-            layers.append((matrix, down * case.columns**-0.5))
-        number = number_of_parts(rows, case.columns, width)
-        runs = {"reference": functools.partial(gated_product, activation=case.activation)}
-        # The first is what serves.
-        for tile in _gated_tiles(rows, case)[: None if arguments.tiles else 1]:
-            runs[str(dataclasses.astuple(tile))] = functools.partial(
-                gated_gpu.gated_product, activation=case.activation, tile=tile
-            )
-        for name, run in runs.items():
-
-            def loop(steps: Any, x: Any, layers: Any, run: Any = run, number: int = number) -> Any:
-                def body(_: Any, carry: Any) -> Any:
-                    x, normed = carry
-                    for matrix, down in layers:
-                        parts = in_parts(run(normed, matrix), down, number)
-                        norm = Norm(None, 1e-6, "plain")
-                        x, normed = residual_norm(x, parts, norm, kernels="gpu")
-                    return x, normed
-
-                return jax.lax.fori_loop(0, steps, body, (x, x))
-
-            described = {"rows": rows, "tile": name}
-            moved = sum(weights.nbytes for weights in layers[0])
-            trials.append(Trial(jax.jit(loop), (x, layers), described, moved))
-    return trials
 
 
 def _in_chunks(x: Any, table: Any, chunks: int) -> Any:

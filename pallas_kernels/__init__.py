@@ -25,7 +25,6 @@ from pallas_kernels.gated_delta import (
     gated_delta_step,
     gated_delta_tree,
 )
-from pallas_kernels.gated_product import gated_product
 from pallas_kernels.likeliest import likeliest
 from pallas_kernels.norm import Norm, rms_norm, rms_normalise
 from pallas_kernels.residual_norm import residual_norm
@@ -48,7 +47,6 @@ __all__ = [
     "gated_delta_sequential",
     "gated_delta_step",
     "gated_delta_tree",
-    "gated_product",
     "likeliest",
     "residual_norm",
     "rms_norm",

@@ -12,10 +12,6 @@ Kernels = Literal["auto", "reference", "gpu", "interpret"]
 """reference: plain jax.numpy. gpu: the Pallas kernel. interpret: the same kernel in Pallas'
 interpreter, on any device and slowly. auto: the kernel where it runs and pays, else reference."""
 
-UNPROVEN = frozenset({"gated_product", "likeliest", "streamed_product"})
-"""Operations whose kernel has not run on a card since it was written: only taken by name, until
-`python -m benchmarks.kernels parity` and `time` have seen it there."""
-
 PROCESSORS = 132
 """Streaming multiprocessors of an H200, for which tiles are chosen."""
 
@@ -60,7 +56,7 @@ def implementation(
         return "reference"
     on_gpu = platform() == "gpu"
     if asked == "auto":
-        if not on_gpu or jnp.dtype(dtype).itemsize != 2 or op in UNPROVEN:
+        if not on_gpu or jnp.dtype(dtype).itemsize != 2:
             return "reference"
         if obstacle is not None:
             _tell(op, obstacle)

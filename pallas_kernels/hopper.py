@@ -5,7 +5,7 @@ ahead of time (TMA), the others multiply, 64 rows each, and keep their sums in r
 programs of a cluster copy what they share once for all of them: up to 128 rows these are the rows,
 as many bytes as the weights of 128 columns; beyond, where a program holds 128 of them, the weights.
 After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu (jax 0.11), whose
-products have neither parts nor sides.
+products have no parts.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ LEAST_STEPS = 4
 
 @dataclass(frozen=True)
 class Tile:
-    """Work of a program: columns of each side, copies under way, programs that share copies."""
+    """Work of a program: columns, copies under way, programs that share copies."""
 
     columns: int
     steps: int
@@ -54,22 +54,21 @@ def is_hopper() -> bool:
 
 
 def takes(rows: int, width_in: int, columns: int, dtype: DTypeLike, most: int = HELD) -> bool:
-    """Whether the kernel makes `columns` of each side from `[rows, width_in]`, for up to `most`
-    rows."""
+    """Whether the kernel makes `columns` from `[rows, width_in]`, for up to `most` rows."""
     whole = rows in (ROWS, HELD, 2 * HELD, MOST_ROWS) and rows <= most
     even = not (width_in % INNER or columns % INNER)
     return is_hopper() and whole and even and jnp.dtype(dtype).itemsize == 2
 
 
-def is_streamed(
-    rows: int, width_in: int, columns: int, dtype: DTypeLike, kernels: Kernels, most: int = HELD
-) -> bool:
-    """Whether the kernel `takes` a product and is wanted.
+def is_streamed(rows: int, width_in: int, columns: int, dtype: DTypeLike, kernels: Kernels) -> bool:
+    """Whether the kernel makes the parts of a product: it takes it, is wanted, and pays.
+
+    With 64 rows XLA's are as fast (docs/performance.md).
 
     Raises:
         KernelError: `kernels` names a kernel that cannot run here.
     """
-    if not takes(rows, width_in, columns, dtype, most):
+    if rows != HELD or not takes(rows, width_in, columns, dtype):
         return False
     return implementation("streamed_product", kernels, dtype, None) != "reference"
 
@@ -77,17 +76,17 @@ def is_streamed(
 def number_of_parts(width_in: int, width_out: int) -> int:
     """Into how many parts to cut a product: a power of two that gives each processor one program
     at most, and each program four steps at least."""
-    tiles = width_out // own_tile(ROWS, width_out, 1, jnp.float32).columns
+    tiles = width_out // own_tile(HELD, width_out, jnp.float32).columns
     return shares(width_in, PROCESSORS // tiles, multiple=INNER, least=LEAST_STEPS * INNER)
 
 
-def own_tile(rows: int, columns: int, sides: int, dtype: DTypeLike) -> Tile:
+def own_tile(rows: int, columns: int, dtype: DTypeLike) -> Tile:
     """Tiles that neither spill registers nor exceed shared memory on an H200, for results in
     `dtype`."""
     width = 128 if columns % 128 == 0 else INNER
     held = min(rows, HELD)
     left = SHARED_BYTES - held * width * jnp.dtype(dtype).itemsize
-    steps = min(left // (2 * INNER * (held + sides * width)), MOST_STEPS)
+    steps = min(left // (2 * INNER * (held + width)), MOST_STEPS)
     over_columns = 2 if columns // width % 2 == 0 else 1
     return Tile(width, steps, over_columns if rows == held else rows // held)
 
@@ -101,17 +100,16 @@ def swizzled(width: int, dtype: DTypeLike) -> tuple[Any, ...]:
 
 def stream(
     tile: Tile, shape: tuple[int, int, int], x_ref: Any, matrix_ref: Any,
-    store: Callable[..., None], *, sides: int = 1, transposed: bool = False,
+    store: Callable[..., None], *, transposed: bool = False,
 ) -> None:  # fmt: skip
     """Inside a kernel: this program's fp32 sums, handed to `store`.
 
-    `shape` is that of all results: parts of the inner axis, rows, columns of a side. The matrix is
-    `[K, sides x columns]`, or `transposed` `[columns, K]`. `store(sums, part, place, own, block)`
-    gets the `[ROWS, tile.columns]` sums of each side of its warp group, the part, which tile of the
-    columns they are, where the group's rows begin among those that the program holds, and where
-    these begin among all.
+    `shape` is that of all results: parts of the inner axis, rows, columns. The matrix is
+    `[K, columns]`, or `transposed` `[columns, K]`. `store(sums, part, place, own, block)` gets the
+    `[ROWS, tile.columns]` sums of its warp group, the part, which tile of the columns they are,
+    where the group's rows begin among those that the program holds, and where these begin.
     """
-    parts, R, N = shape
+    parts, R, _ = shape
     K, held = x_ref.shape[1], min(R, HELD)
     place, block = lax.axis_index("tile"), lax.axis_index("block")
     # A cluster lies along the columns where one program holds all rows, else along the rows.
@@ -125,21 +123,18 @@ def stream(
     inner = pl.ds(pl.multiple_of(part * share, INNER), share)
     own = lax.axis_index("group") * ROWS
 
-    def multiply(_: Any, x: Any, *rest: Any) -> Any:
-        *weights, sums = rest
+    def multiply(_: Any, x: Any, weights: Any, sums: Any) -> Any:
         rows = x.at[pl.ds(pl.multiple_of(own, ROWS), ROWS)]
-        for total, one in zip(sums, weights, strict=True):
-            plgpu.wgmma(total, rows, one.transpose((1, 0)) if transposed else one)
+        plgpu.wgmma(sums, rows, weights.transpose((1, 0)) if transposed else weights)
         plgpu.wgmma_wait(0)
         return sums
 
     def compute(run: Callable[..., Any]) -> None:
-        def scoped(*sums: Any) -> None:
+        def scoped(sums: Any) -> None:
             run(sums)
-            store([total[...] for total in sums], part, place, own, block * held)
+            store(sums[...], part, place, own, block * held)
 
-        total = plgpu.ACC((ROWS, tile.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-        pl.run_scoped(scoped, *[total] * sides)
+        pl.run_scoped(scoped, plgpu.ACC((ROWS, tile.columns), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
     once = ("cluster",) if tile.cluster > 1 else ()
     row_spec = plgpu.BlockSpec(
@@ -155,18 +150,15 @@ def stream(
         collective_axes=once if over_rows else (), memory_space=plgpu.SMEM,
     )  # fmt: skip
     pipeline = plgpu.emit_pipeline_warp_specialized(
-        multiply, grid=(share // INNER,), in_specs=[row_spec, *[weight_spec] * sides],
+        multiply, grid=(share // INNER,), in_specs=[row_spec, weight_spec],
         memory_registers=40, max_concurrent_steps=tile.steps, wg_axis="group",
         num_compute_wgs=held // ROWS, compute_context=compute,
     )  # fmt: skip
 
-    def columns_of(side: int) -> Any:
-        first = pl.multiple_of(side * N + place * tile.columns, INNER)
-        columns = pl.ds(first, tile.columns)
-        return matrix_ref.at[columns, inner] if transposed else matrix_ref.at[inner, columns]
-
+    columns = pl.ds(pl.multiple_of(place * tile.columns, INNER), tile.columns)
+    weights = matrix_ref.at[columns, inner] if transposed else matrix_ref.at[inner, columns]
     rows = pl.ds(pl.multiple_of(block * held, ROWS), held)
-    pipeline(x_ref.at[rows, inner], *map(columns_of, range(sides)))
+    pipeline(x_ref.at[rows, inner], weights)
 
 
 def launch(
@@ -207,40 +199,34 @@ def launch(
     )(*arguments)  # fmt: skip
 
 
-def streamed_product(
+def product_parts(
     x: Float[Array, "R K"],
     matrix: Float[Array, "K N"],
-    finish: Callable[..., Array],
+    parts: int,
     *,
-    sides: int = 1,
-    parts: int = 1,
-    dtype: DTypeLike,
     tile: Tile | None = None,
     interpret: bool = False,
-) -> Float[Array, "S R F"]:
-    """What `finish` makes, inside the kernel, of the fp32 products of `x` with each side of
-    `matrix`, its columns cut into `sides`; for each of `parts` shares of the inner axis, which its
-    `INNER` must divide."""
-    R, F = len(x), matrix.shape[1] // sides
-    tile = tile or own_tile(R, F, sides, dtype)
-    shape = (parts, R, F)
+) -> Float[Array, "S R N"]:
+    """fp32 products over each of `parts` shares of the inner axis, which `INNER` must divide."""
+    R, N = len(x), matrix.shape[1]
+    tile = tile or own_tile(R, N, jnp.float32)
+    shape = (parts, R, N)
 
-    def program(tile: Tile, x_ref: Any, matrix_ref: Any, out_ref: Any, out_tile: Any) -> None:
-        def store(
-            sums: Sequence[Array], part: Array, place: Array, own: Array, block: Array
-        ) -> None:
+    def product_parts(tile: Tile, x_ref: Any, matrix_ref: Any, out_ref: Any, out_tile: Any) -> None:
+        def store(sums: Array, part: Array, place: Array, own: Array, block: Array) -> None:
             rows = pl.ds(pl.multiple_of(own, ROWS), ROWS)
-            out_tile[rows] = finish(*sums).astype(out_ref.dtype)
+            out_tile[rows] = sums
             plgpu.commit_smem()
             stored = pl.ds(pl.multiple_of(block + own, ROWS), ROWS)
             columns = pl.ds(pl.multiple_of(place * tile.columns, tile.columns), tile.columns)
             plgpu.copy_smem_to_gmem(out_tile.at[rows], out_ref.at[part, stored, columns])
             plgpu.wait_smem_to_gmem(0)
 
-        stream(tile, shape, x_ref, matrix_ref, store, sides=sides)
+        stream(tile, shape, x_ref, matrix_ref, store)
 
-    out_tile = plgpu.SMEM(
-        (min(R, HELD), tile.columns), dtype, transforms=swizzled(tile.columns, dtype)
+    held = (min(R, HELD), tile.columns)
+    out_tile = plgpu.SMEM(held, jnp.float32, transforms=swizzled(tile.columns, jnp.float32))
+    out_type = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return launch(
+        product_parts, (x, matrix), tile, shape, out_type, [out_tile], interpret=interpret
     )
-    out_type = jax.ShapeDtypeStruct(shape, dtype)
-    return launch(program, (x, matrix), tile, shape, out_type, [out_tile], interpret=interpret)

@@ -56,10 +56,7 @@ def product_parts(
     """fp32 parts that sum to `x @ matrix`; `at_least_two` rows."""
     K, N = matrix.shape
     if x.dtype == matrix.dtype and hopper.is_streamed(len(x), K, N, x.dtype, kernels):
-        return hopper.streamed_product(
-            x, matrix, lambda total: total, parts=parts, dtype=jnp.float32,
-            interpret=kernels == "interpret",
-        )  # fmt: skip
+        return hopper.product_parts(x, matrix, parts, interpret=kernels == "interpret")
     x = at_least_two(x)
     return lax.dot_general(
         x.reshape(len(x), parts, K // parts),

@@ -77,7 +77,7 @@ class DecoderLayer(nnx.Module):
         add = functools.partial(add_product, kernels=kernels)
         mixed = mixed.reshape(B, A, T, -1)
         x, normed = add(x, attention.o_proj, mixed, self.post_attention_layernorm)
-        return add(x, self.mlp.down_proj, self.mlp.inner(normed, kernels), following)
+        return add(x, self.mlp.down_proj, self.mlp.inner(normed), following)
 
 
 class Model(nnx.Module):

@@ -45,7 +45,7 @@ class DecoderLayer(nnx.Module):
         mixed, cache = self.self_attn(normed, cache, angles, length, count, kernels)
         add = functools.partial(add_product, kernels=kernels)
         x, normed = add(x, self.self_attn.o_proj, mixed, self.post_attention_layernorm)
-        return add(x, self.mlp.down_proj, self.mlp.inner(normed, kernels), following)[1], cache
+        return add(x, self.mlp.down_proj, self.mlp.inner(normed), following)[1], cache
 
 
 class Model(nnx.Module):

@@ -1,15 +1,13 @@
 """Feed-forward layers."""
 
-import math
 from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmflash_jax.layers.activation import Activation, activate
 from mmflash_jax.layers.linear import linear
-from pallas_kernels import Kernels, gated_product
-from pallas_kernels.gated_product import Activation, pays
 
 
 class GatedMLP(nnx.Module):
@@ -25,13 +23,10 @@ class GatedMLP(nnx.Module):
         self.gate_up_proj = linear(width, 2 * hidden, dtype=dtype, rngs=rngs)
         self.down_proj = linear(hidden, width, dtype=dtype, rngs=rngs)
 
-    def inner(
-        self, x: Float[Array, "*batch D"], kernels: Kernels = "reference"
-    ) -> Float[Array, "*batch F"]:
-        """What `down_proj` takes; by the kernel with as many rows as it is worth it for."""
-        matrix, activation = self.gate_up_proj.kernel[...], type(self).activation
-        worth = pays(math.prod(x.shape[:-1]), matrix, activation, kernels)
-        return gated_product(x, matrix, activation, kernels=kernels if worth else "reference")
+    def inner(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+        """What `down_proj` takes."""
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return activate(gate, type(self).activation) * up
 
     def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
         return self.down_proj(self.inner(x))

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from mmflash_jax.layers.activation import activate
 from mmflash_jax.layers.cache import AttentionCache, may_write_first, slots_of
 from mmflash_jax.layers.linear import Embedding, linear, projected
 from mmflash_jax.layers.mlp import GeGLU
@@ -20,7 +21,6 @@ from mmflash_jax.targets.gemma4_config import Config, Layer
 from mmflash_jax.towers.gemma4_vision import VisionTower
 from pallas_kernels import Kernels, attention_heads, block_attention
 from pallas_kernels.attention_heads import splits
-from pallas_kernels.gated_product import activate
 
 
 def times(x: Float[Array, "*batch"], factor: float) -> Float[Array, "*batch"]:
@@ -127,7 +127,7 @@ class DecoderLayer(nnx.Module):
             post=self.post_attention_layernorm,
         )  # fmt: skip
         x, _ = add(
-            x, self.mlp.down_proj, self.mlp.inner(normed, kernels), None,
+            x, self.mlp.down_proj, self.mlp.inner(normed), None,
             post=self.post_feedforward_layernorm,
         )  # fmt: skip
         gate = activate(self.per_layer_input_gate(x), "gelu_tanh")

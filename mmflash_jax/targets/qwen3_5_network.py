@@ -60,7 +60,7 @@ class DecoderLayer(nnx.Module):
             )
         add = functools.partial(add_product, kernels=now.kernels)
         x, normed = add(x, projection, mixed, self.post_attention_layernorm)
-        x, normed = add(x, self.mlp.down_proj, self.mlp.inner(normed, now.kernels), following)
+        x, normed = add(x, self.mlp.down_proj, self.mlp.inner(normed), following)
         return x, normed, after
 
 

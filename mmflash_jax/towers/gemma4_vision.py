@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from mmflash_jax.layers.activation import activate
 from mmflash_jax.layers.linear import linear
 from mmflash_jax.layers.norm import GemmaRMSNorm
 from mmflash_jax.layers.rotary import rotary_angles
@@ -23,7 +24,6 @@ from mmflash_jax.towers.gemma4_vision_config import VisionConfig
 from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform
 from pallas_kernels import apply_rotary
-from pallas_kernels.gated_product import activate
 
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 # Checkpoints keep a bound without axes; with one it can be sliced like every other array.

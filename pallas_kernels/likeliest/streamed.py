@@ -59,10 +59,10 @@ def likeliest(
     def likeliest(
         tile: Tile, x_ref: Any, table_ref: Any, best_ref: Any, ids_ref: Any, *tiles: Any
     ) -> None:
-        def store(sums: list[Array], _: Array, place: Array, own: Array, block: Array) -> None:
+        def store(sums: Array, _: Array, place: Array, own: Array, block: Array) -> None:
             first = (place * tile.columns).astype(jnp.float32)
-            token = first + lax.broadcasted_iota(jnp.float32, sums[0].shape, 1)
-            made = jnp.where(token < count, sums[0], -jnp.inf)
+            token = first + lax.broadcasted_iota(jnp.float32, sums.shape, 1)
+            made = jnp.where(token < count, sums, -jnp.inf)
             best = jnp.max(made, axis=1)
             # Not "equal to": where products are no numbers the id must still be one of the table's.
             worse = made < lax.broadcast_in_dim(best, made.shape, (0,))

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from pallas_kernels import KernelError, choose
-from pallas_kernels.choose import UNPROVEN, implementation
+from pallas_kernels.choose import implementation
 
 
 @pytest.fixture
@@ -27,14 +27,6 @@ def test_auto_says_once_why_it_falls_back(on_gpu, caplog):
     assert [record.message for record in caplog.records] == [
         "op: reference instead of the GPU kernel: width 24"
     ]
-
-
-@pytest.mark.parametrize("op", sorted(UNPROVEN))
-def test_what_no_card_has_proven_runs_by_name_only(on_gpu, op, caplog):
-    with caplog.at_level(logging.WARNING):
-        assert implementation(op, "auto", "bfloat16", "width 24") == "reference"
-    assert not caplog.records
-    assert implementation(op, "gpu", "bfloat16", None) == "gpu"
 
 
 def test_a_name_never_falls_back(on_gpu, monkeypatch):

@@ -61,7 +61,8 @@ def test_how_many_rows_are_worth_the_kernel(monkeypatch):
         for other in (table.astype(jnp.float32), table[:200]):
             assert [pays(rows, other, "gpu") for rows in (32, 33, 128, 129)] == [0, 1, 1, 0]
     assert not pays(64, table, "reference")
-    assert not pays(64, table, "auto")
+    assert pays(64, table, "auto")
+    assert not pays(64, table.astype(jnp.float32), "auto")
 
 
 def test_batch_axes_stay():

@@ -1,5 +1,6 @@
 """Small layers against their torch and transformers counterparts, fp32."""
 
+import functools
 import math
 
 import jax
@@ -13,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from mmflash_jax.layers.linear import Embedding, linear
-from mmflash_jax.layers.mlp import SwiGLU
+from mmflash_jax.layers.mlp import GeGLU, SwiGLU
 from mmflash_jax.layers.norm import (
     GatedRMSNorm,
     LayerNorm,
@@ -24,7 +25,7 @@ from mmflash_jax.layers.rotary import mrope_angles, rotary_angles
 from mmflash_jax.layers.schema import abstract_module, initialise, leaves_with_path, set_leaf
 from pallas_kernels import apply_rotary, write_rows
 from pallas_kernels.gated_delta.reference import unit_heads
-from tests.tolerances import LAYER, assert_close
+from tests.tolerances import KERNEL_BF16, LAYER, assert_close
 
 RNG = np.random.default_rng(0)
 
@@ -211,3 +212,28 @@ def test_a_single_row_is_a_product_of_two_on_a_gpu(monkeypatch):
         assert shape == (2, 8)
         assert run(apply, two)[0] == shape_of_two == two.shape
         assert_close(got, wanted, LAYER)
+
+
+@pytest.mark.parametrize(
+    ("layer", "theirs"),
+    [
+        (SwiGLU, torch.nn.functional.silu),
+        (GeGLU, functools.partial(torch.nn.functional.gelu, approximate="tanh")),
+    ],
+)
+def test_gated_layers_round_as_torch_does(layer, theirs):
+    """In bf16: products, activation and their product, each once."""
+    ours = layer(32, 48, dtype=jnp.dtype("bfloat16"), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    matrix = jnp.asarray(0.3 * rng.normal(size=(32, 96)), jnp.bfloat16)
+    ours.gate_up_proj.kernel[...] = matrix
+    x = jnp.asarray(rng.normal(size=(2, 3, 32)), jnp.bfloat16)
+
+    def to_torch(array):
+        return torch.tensor(np.asarray(array, np.float32)).bfloat16()
+
+    gate, up = (to_torch(x) @ to_torch(matrix)).split(48, dim=-1)
+    wanted = (theirs(gate) * up).float().numpy()
+    got = np.asarray(ours.inner(x), np.float32)
+    assert_close(got, wanted, KERNEL_BF16)
+    assert (got != wanted).mean() < 0.02

@@ -1,4 +1,4 @@
-"""The inner half of a gated feed-forward layer in plain `jax.numpy`."""
+"""Activations, rounded as torch rounds them."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -6,8 +6,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from pallas_kernels.product import product
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 """SiLU; GELU in its tanh form and exact."""
@@ -21,11 +19,3 @@ def activate(x: Float[Array, "*batch"], activation: Activation) -> Float[Array, 
         "gelu": lambda wide: jax.nn.gelu(wide, approximate=False),
     }
     return functions[activation](x.astype(jnp.float32)).astype(x.dtype)
-
-
-def gated_product(
-    x: Float[Array, "*batch K"], matrix: Float[Array, "K N"], activation: Activation
-) -> Float[Array, "*batch F"]:
-    """`pallas_kernels.gated_product`."""
-    gate, up = jnp.split(product(x, matrix), 2, axis=-1)
-    return activate(gate, activation) * up
