@@ -4,8 +4,7 @@ A program makes some columns. One of its warp groups copies weights and rows int
 ahead of time (TMA), the others multiply, 64 rows each, and keep their sums in registers. The
 programs of a cluster copy what they share once for all of them: up to 128 rows these are the rows,
 as many bytes as the weights of 128 columns; beyond, where a program holds 128 of them, the weights.
-After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu (jax 0.11), whose
-products have no parts.
+After jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu (jax 0.11), whose products have no parts.
 """
 
 import dataclasses
