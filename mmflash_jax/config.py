@@ -103,8 +103,8 @@ class ServeConfig(SamplingSettings):
     """Dtype of weights and activations; auto is bfloat16 on accelerators, float32 on a CPU."""
     kernels: Kernels = "auto"
     """Implementation of attention, recurrence and what lies between products. auto: Pallas kernels
-    on a single NVIDIA GPU in bfloat16, else reference; gpu: all kernels, those too that no card has
-    proven yet; reference: plain XLA; interpret: the kernels in Pallas' interpreter, slowly."""
+    on a single NVIDIA GPU in bfloat16, else reference; gpu: the kernels; reference: plain XLA;
+    interpret: the kernels in Pallas' interpreter, slowly."""
     draft_embedding_scale: float | None = None
     """Factor on the token rows that the draft receives. Default: `input_embedding_scale` of the
     draft's config, or 1. Drafts trained on scaled rows that do not say so (some for Gemma) need the

@@ -106,7 +106,8 @@ def stream(
     `shape` is that of all results: parts of the inner axis, rows, columns. The matrix is
     `[K, columns]`, or `transposed` `[columns, K]`. `store(sums, part, place, own, block)` gets the
     `[ROWS, tile.columns]` sums of its warp group, the part, which tile of the columns they are,
-    where the group's rows begin among those that the program holds, and where these begin.
+    where the group's rows begin among those that the program holds, and where these begin among
+    all.
     """
     parts, R, _ = shape
     K, held = x_ref.shape[1], min(R, HELD)

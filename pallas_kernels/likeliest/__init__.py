@@ -51,18 +51,15 @@ def likeliest(
 
 
 def _is_streamed(rows: int, table: Array, kernels: Kernels) -> bool:
+    """Whether the kernel for Hopper is the one that takes so many rows."""
     # Before 0.11 the interpreter of Mosaic GPU does not turn a table round: it waits for ever.
     if kernels == "interpret" and jax.__version_info__ < (0, 11):
         return False
-    if not streamed.takes(rows, *table.shape, dtype=table.dtype):
-        return False
-    return implementation("streamed_product", kernels, table.dtype, None) != "reference"
+    return streamed.takes(rows, *table.shape, dtype=table.dtype)
 
 
 def _chosen(rows: int, table: Array, kernels: Kernels) -> tuple[ModuleType, str]:
     """Which of the kernels takes so many rows, and whether that or the reference runs."""
-    kernel, op = gpu, "likeliest"
-    if _is_streamed(rows, table, kernels):
-        kernel, op = streamed, "streamed_product"
     obstacle = None if kernels == "reference" else gpu.obstacle(*table.shape)
-    return kernel, implementation(op, kernels, table.dtype, obstacle)
+    chosen = implementation("likeliest", kernels, table.dtype, obstacle)
+    return streamed if _is_streamed(rows, table, kernels) else gpu, chosen
